@@ -102,7 +102,7 @@ def fit_temperature(
     lengths = (tokens.shape[1],) if lengths is None else tuple(lengths)
     if not lengths or not all(type(length) is int and 2 <= length <= tokens.shape[1] for length in lengths):
         raise ValueError(f"lengths must be integers from 2 to {tokens.shape[1]}, the size of the windows: {lengths!r}")
-    strengths = _strengths(model)
+    strengths = trained_strengths(model)
     if not strengths:
         raise ValueError(
             "this model has no temperature to fit: patch it with Temperature(..., trainable=True) among its schemes"
@@ -113,8 +113,8 @@ def fit_temperature(
         return _fit(model, read, held, lengths, strengths, steps, learning_rate, progress)
 
 
-def _strengths(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return name -> parameter of the modules on queries."""
+def trained_strengths(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return name -> parameter of the modules on queries, which `fit_temperature` fits."""
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, QueryModule)]
     return {f"{name}.{key}": p for name, module in modules for key, p in module.named_parameters(recurse=False)}
 

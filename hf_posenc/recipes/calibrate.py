@@ -120,12 +120,12 @@ def interruption_message(arguments: Arguments) -> str:
     return "Nothing was finished that could be kept: the same command begins again."
 
 
-def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
-    """Check all that can be known without reading the text or the weights, and return the scheme."""
+def check_arguments(arguments: Arguments) -> models.Schemes:
+    """Check all that can be known without reading the text or the weights, and return the schemes."""
     for name, value in (("model", "DIR_OR_ID"), ("scheme", "NAME"), ("output", "DIR")):
         if not getattr(arguments, name):
             raise UsageError(f"{option(name)} {value} is missing")
-    scheme = models.named_scheme("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
+    schemes = models.read_schemes("scheme", arguments.scheme, hyperparameters(arguments.scheme_args))
     corpus.check(arguments, needs_data=True)
     models.check(arguments)
     if arguments.stage == "closed_form":
@@ -136,7 +136,7 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme:
         refuse(arguments, "weight_rate", "changes nothing with --weights scheme")
     check_lengths(arguments)
     check_files(arguments)
-    return scheme
+    return schemes
 
 
 def check_lengths(arguments: Arguments) -> None:
@@ -180,15 +180,15 @@ def check_files(arguments: Arguments) -> None:
 
 def run(arguments: Arguments) -> Results:
     """Calibrate a stock checkpoint, save it, and return the report, ready for JSON."""
-    scheme = check_arguments(arguments)
+    schemes = check_arguments(arguments)
     accelerator, device = models.accelerator_and_device(arguments)
     say = accelerator.print
     tokenizer = models.load_named(AutoTokenizer, arguments)
     windows = text_windows(arguments, tokenizer, accelerator)
-    say(f"Loading {arguments.model} and patching {scheme.name} into it")
+    say(f"Loading {arguments.model} and patching {models.label_of(schemes)} into it")
     model = models.load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
     with as_usage_error(f"--model {arguments.model}: ", ValueError, hf_posenc.HfPosencError):
-        model = hf_posenc.patch_model(model, scheme, seed=arguments.seed).to(device)
+        model = hf_posenc.patch_model(model, schemes, seed=arguments.seed).to(device)
     say(
         f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
         f"{arguments.held_out:,} held out, on {device}; closed forms come first"
@@ -204,7 +204,7 @@ def run(arguments: Arguments) -> Results:
     if left := report.unexpressed():
         say(
             f"Layers {', '.join(map(str, left))} still differ from the base by 0.1 nats per query and head or more. To "
-            "let them keep the base's positions, name only the other layers in --scheme-args layers=..."
+            "let them keep the base's positions, name only the other layers: --scheme-args layers=..., or JSON"
         )
     written = (("saved in", arguments.output), ("numbers in", arguments.json), ("picture in", arguments.plot))
     say(", ".join(f"{what} {path}" for what, path in written if path))

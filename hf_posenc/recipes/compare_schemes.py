@@ -18,10 +18,10 @@ import hf_posenc
 
 from ..did_you_mean import did_you_mean
 from ..registry import scheme_class
-from . import one_run, program, sweep_report, sweep_runs
+from . import models, one_run, program, sweep_report, sweep_runs
 from .calibration_stage import CalibrationArguments
 from .corpus import Text
-from .models import UNPATCHED, load_named
+from .models import UNPATCHED, Schemes, load_named
 from .one_run import SharedArguments
 from .options import Folder, NotNegative, UsageError, each_once, parse, refuse
 from .results import Results, last_name
@@ -42,9 +42,10 @@ class Arguments(SweepArguments, SharedArguments):
     """This recipe.
 
     Args:
-        variants: what to compare: a scheme; unpatched; or rope-linear, rope-dynamic, rope-yarn (RoPE stretched to
-            --train-length). Append +trainable (trainable=true), +uncalibrated (--calibrate none, the plain swap) or
-            +distill (divergence from the base, with weight --distill).
+        variants: what to compare: a scheme, or JSON as of --scheme in `extend`; unpatched; or rope-linear,
+            rope-dynamic, rope-yarn (RoPE stretched to --train-length). Append +trainable (trainable=true),
+            +uncalibrated (--calibrate none, the plain swap) or +distill (divergence from the base, with weight
+            --distill).
     """
 
     variants: list[str] = field(
@@ -61,28 +62,47 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
 
     def make_run(variant: str, seed: int, target: Path, text: Text, run_identity: Results) -> None:
         before = next((runs[0]["before"] for runs in sweep_runs.read(folder).values()), None)
-        one_run.run(run_arguments(arguments, variant, seed, target), one_run.Sweep(text, run_identity, before))
+        own_arguments = run_arguments(arguments, by_label[variant], seed, target)
+        one_run.run(own_arguments, one_run.Sweep(text, run_identity, before))
         if not arguments.keep_weights and PartialState().is_main_process:
             shutil.rmtree(target / "model")
 
     with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
         variants = check_arguments(arguments)
+        by_label = {label_of(variant): variant for variant in arguments.variants}
         sweep_runs.make(arguments, variants, load_named(AutoTokenizer, arguments), make_run)
         summary = sweep_report.summarize(folder, f"Schemes on {last_name(str(arguments.model))}")
     print(sweep_report.markdown(summary))
     return summary
 
 
-def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme | None]:
-    """Check all variants before the first run; return variant -> scheme."""
-    if not any("distill" in variant.split("+") for variant in arguments.variants):
+def check_arguments(arguments: Arguments) -> dict[str, Schemes]:
+    """Check all variants before the first run; return label of the variant -> schemes."""
+    if not any("distill" in split(variant)[1] for variant in arguments.variants):
         refuse(arguments, "distill", "has no effect without variants with +distill")
     each_once(arguments, "variants", "seeds")
-    schemes = {}
+    schemes: dict[str, Schemes] = {}
     for variant in arguments.variants:
-        target = sweep_runs.folder_of_run(Path(arguments.output), variant, arguments.seeds[0])
-        schemes[variant] = one_run.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+        label = label_of(variant)
+        target = sweep_runs.folder_of_run(Path(arguments.output), label, arguments.seeds[0])
+        run = one_run.check_arguments(run_arguments(arguments, variant, arguments.seeds[0], target))
+        sweep_runs.add_run(schemes, "variants", label, run)
     return schemes
+
+
+def split(variant: str) -> tuple[str, list[str]]:
+    """Split a variant into its scheme, a name or JSON, and its options."""
+    end = max(variant.rfind("}"), variant.rfind("]")) + 1 if models.is_mixture(variant) else 0
+    rest, *options = variant[end:].split("+")
+    return variant[:end] + rest, options
+
+
+def label_of(variant: str) -> str:
+    """Return the name of a variant, also of its folder. In that of a mixture a label stands instead of JSON."""
+    scheme, options = split(variant)
+    if models.is_mixture(scheme):
+        scheme = models.label_of(models.read_schemes("variants", scheme, {}))
+    return "+".join([scheme, *options])
 
 
 def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -> one_run.Arguments:
@@ -93,17 +113,19 @@ def run_arguments(arguments: Arguments, variant: str, seed: int, target: Path) -
     """
     if arguments.model is None:
         raise UsageError("--model DIR_OR_ID is missing")
-    name, *options = variant.split("+")
+    name, options = split(variant)
     if strange := [word for word in options if word not in VARIANT_OPTIONS]:
         raise UsageError(
             f"--variants {variant}: +{strange[0]} is none of +{', +'.join(VARIANT_OPTIONS)}"
             f"{did_you_mean(strange[0], VARIANT_OPTIONS)}"
         )
     names = (UNPATCHED, *hf_posenc.available_schemes(), *STRETCHED_ROPE.values())
-    if name not in names:
+    if name not in names and not models.is_mixture(name):
         meant = did_you_mean(name, STRETCHED_ROPE | {name: name for name in names})
         raise UsageError(f"--variants {variant}: unknown {name!r}; choose from {', '.join(names)}{meant}")
     scheme, hyperparameters = scheme_of(arguments, variant, name)
+    if "trainable" in options and models.is_mixture(name):
+        raise UsageError(f"--variants {variant}: write trainable into the JSON of a mixture, instead of +trainable")
     if "trainable" in options:
         hyperparameters.append("trainable=true")
     changes = {field.name: getattr(arguments, field.name) for field in fields(SharedArguments)}
@@ -129,6 +151,8 @@ def scheme_of(arguments: Arguments, variant: str, name: str) -> tuple[str, list[
     Raises:
         UsageError: if RoPE would be stretched to a length that the base was trained at, or less.
     """
+    if models.is_mixture(name):
+        return name, []
     scheme, _, scaling = name.partition("-")
     if scaling:
         trained = load_named(AutoConfig, arguments).max_position_embeddings

@@ -37,8 +37,7 @@ def card(results: Results, repository: str) -> str:
     """
     head = metadata(results)
     results = without_paths(results)
-    scheme = results["scheme"]
-    about = inspect.cleandoc(scheme_class(scheme["name"]).__doc__ or "").partition("\n\nArgs:\n")[0]
+    schemes = results["scheme"].get("schemes", [results["scheme"]])  # the list of a mixture
     return filled(
         "card.md",
         **{"calibration": None} | results,
@@ -46,15 +45,21 @@ def card(results: Results, repository: str) -> str:
         title=title_of(results),
         base_name=Path(results["base"]["name"]).name,
         loading=loading_section(repository),
-        about="\n".join(line.strip() for line in about.splitlines()),
-        hyperparameters=hyperparameter_table({key: value for key, value in scheme.items() if key != "name"}),
-        layers=layers_of_schemes([(scheme["name"], scheme.get("layers"))]),
+        about="\n\n".join(map(about, schemes)),
+        layers=layers_of_schemes([(scheme["name"], scheme.get("layers")) for scheme in schemes]),
         perplexities=perplexity_rows(results),
         retrieval=retrieval_rows(results),
         failure=shortcomings(results),
         rate=rate_of(results),
         command_line=shlex.join(results["command"]),
     )
+
+
+def about(scheme: Results) -> str:
+    """Return the documentation of a scheme without its arguments, and a table of its hyper-parameters."""
+    text = inspect.cleandoc(scheme_class(scheme["name"]).__doc__ or "").partition("\n\nArgs:\n")[0]
+    hyperparameters = hyperparameter_table({key: value for key, value in scheme.items() if key != "name"})
+    return "\n".join(line.strip() for line in text.splitlines()) + f"\n\n{hyperparameters}"
 
 
 def retrieval_rows(results: Results) -> Rows:
@@ -100,7 +105,7 @@ def metadata(results: Results) -> ModelCardData:
         model_name=title_of(results),
         library_name="hf_posenc",
         pipeline_tag="text-generation",
-        tags=["hf_posenc", results["scheme"]["name"], "position-encoding"],
+        tags=["hf_posenc", *dict.fromkeys(results["scheme"]["name"].split(" + ")), "position-encoding"],
         base_model=arguments["model"] if results["base"].get("on_hub") else None,
         license=base_card.license,
         language=base_card.language,

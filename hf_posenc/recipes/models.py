@@ -22,12 +22,14 @@ from ..api import parse_schemes
 from ..checkpoints import files, hub
 from ..families.lookup import family_of
 from ..live.patch_record import patch_of, without_adapter
-from ..registry import family_for
+from ..registry import family_for, scheme_class
 from .corpus import Document, stream
 from .embedded import with_loss_type
 from .options import Checkpoint, Hyperparameter, Name, Options, UsageError, as_usage_error, option
 from .results import Results
 
+Schemes = tuple[hf_posenc.Scheme, ...]
+"""Schemes to patch in together. No scheme stands for the unpatched base, a control."""
 UNPATCHED = "unpatched"
 """Stands where a scheme's name would stand: the base model without a patch, as a control."""
 SCHEME_METADATA = {"guesses": ("variants",)}
@@ -54,10 +56,9 @@ class SchemeArguments(Options):
     """The scheme.
 
     Args:
-        scheme: position encoding to patch in (`hf-posenc schemes` lists them); `extend` also takes unpatched: the
-            base model without a patch, as a control.
-        scheme_args: hyper-parameters of the scheme, e.g. max_distance=64 share_heads=false; `hf-posenc schemes NAME`
-            lists them.
+        scheme: position encoding to patch in (`hf-posenc schemes` lists them), or JSON: {"3::4": "nope", "_default":
+            ["rope", "temperature"]}; `extend` also takes unpatched, a control.
+        scheme_args: hyper-parameters of a scheme that is one name, e.g. max_distance=64 share_heads=false.
     """
 
     scheme: Name = field(default="alibi", metadata=SCHEME_METADATA)
@@ -272,28 +273,87 @@ def hyperparameters(pairs: list[str]) -> dict[str, Any]:
         return command_line.hyperparameters(pairs)
 
 
-def named_scheme(option_name: str, name: str, keywords: dict[str, Any]) -> hf_posenc.Scheme:
-    """Make a scheme from name and hyper-parameters. UsageError, with the option's name, if that is impossible."""
-    with as_usage_error(f"{option(option_name)} {name}: ", TypeError, ValueError):
-        (scheme,) = parse_schemes(name, keywords)
-        return scheme
+def is_mixture(scheme: str) -> bool:
+    """Return whether the text of an option is JSON, a mixture of schemes, instead of one name."""
+    return scheme.lstrip()[:1] in ("{", "[")
 
 
-def patch_and_verify(model: nn.Module, scheme: hf_posenc.Scheme, seed: int) -> str:
+def read_schemes(option_name: str, scheme: str, keywords: dict[str, Any]) -> Schemes:
+    """Make schemes from the text of an option.
+
+    Args:
+        option_name: name of the option, for messages.
+        scheme: a name; or JSON of a mapping of layers to schemes, or of a list of schemes, as `patch_model` takes them.
+            In JSON a scheme is a name, or an object with the name as `scheme` and hyper-parameters, as in config.json.
+        keywords: hyper-parameters of a single name.
+
+    Raises:
+        UsageError: if there are no such schemes. The message begins with the option.
+    """
+    with as_usage_error(f"{option(option_name)} {scheme}: ", TypeError, ValueError):
+        if not is_mixture(scheme):
+            return parse_schemes(scheme, keywords)
+        if keywords:
+            raise TypeError(
+                f"--scheme-args {', '.join(keywords)} cannot go with JSON: write hyper-parameters into it, as in "
+                '{"scheme": "shaw", "max_distance": 64}'
+            )
+        try:
+            content = json.loads(scheme, object_pairs_hook=_unique)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no JSON, {error}") from None
+        if isinstance(content, dict) and "scheme" not in content:
+            by_layers = {int(key) if key.removeprefix("-").isdecimal() else key: content[key] for key in content}
+            return parse_schemes({key: _instances(value) for key, value in by_layers.items()}, {})
+        return parse_schemes(_instances(content), {})
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; ValueError for a repeated key, of which `json` would silently use the last."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a key is there twice")
+    return content
+
+
+def _instances(content: Any) -> list[Any]:
+    """Return the schemes that JSON lists: names, and instances instead of objects with hyper-parameters."""
+    return [
+        scheme_class(item["scheme"]).parse({key: value for key, value in item.items() if key != "scheme"})
+        if isinstance(item, dict) and isinstance(item.get("scheme"), str)
+        else item
+        for item in (content if isinstance(content, list) else [content])
+    ]
+
+
+def label_of(schemes: Schemes) -> str:
+    """Return a short name of a mixture, which is also the name of a folder: `nope@3::4,rope@rest`."""
+    return ",".join(map(_label, schemes))
+
+
+def _label(scheme: hf_posenc.Scheme) -> str:
+    values, defaults = scheme.hyperparameters(), type(scheme)().hyperparameters()
+    layers = values.pop("layers")
+    chosen = ",".join(f"{key}={value}".replace("/", "-") for key, value in values.items() if value != defaults[key])
+    where = "-".join(map(str, layers)) if isinstance(layers, list) else layers
+    return scheme.name + f"({chosen})" * bool(chosen) + ("" if where is None else f"@{where}")
+
+
+def patch_and_verify(model: nn.Module, schemes: Schemes, seed: int) -> str:
     """Patch a model in place and return the report of `verify`.
 
     Raises:
         RuntimeError: if a layer does not respond to its positions.
     """
-    hf_posenc.patch_model(model, scheme, seed=seed)
+    hf_posenc.patch_model(model, schemes, seed=seed)
     if not (report := hf_posenc.verify(model)):
         raise RuntimeError(f"the patch does not do what it should:\n{report}")
     return str(report)
 
 
-def scheme_to_json(*schemes: hf_posenc.Scheme | None) -> Results:
-    """Return schemes with all their hyper-parameters, ready for JSON. None, or no scheme, means the unpatched base."""
-    entries = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in schemes if scheme is not None]
+def schemes_to_json(schemes: Schemes) -> Results:
+    """Return schemes with all their hyper-parameters, ready for JSON. No scheme means the unpatched base."""
+    entries = [{"name": scheme.name, **scheme.hyperparameters()} for scheme in schemes]
     if not entries:
         return {"name": UNPATCHED}
     combined = {"name": " + ".join(str(entry["name"]) for entry in entries), "schemes": entries}

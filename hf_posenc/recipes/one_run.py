@@ -11,13 +11,14 @@ from pathlib import Path
 import peft
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast, set_seed
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posenc
 
 from ..analysis import plots
+from ..calibration.temperature_fit import trained_strengths
 from ..registry import family_for
 from . import (
     calibration_stage,
@@ -28,6 +29,7 @@ from . import (
     run_folder,
     run_report,
     training,
+    training_positions,
 )
 from . import (
     learning_rate_search as rates,
@@ -36,16 +38,19 @@ from . import (
     run_identity as identity,
 )
 from .calibration_stage import CalibrationArguments
-from .corpus import Text, read_text, stream
+from .corpus import Text, Windows, order, read_text, stream
 from .distillation import Distillation, teacher_of
 from .embedded import CONTEXT, FOLDER, PROMPT, byte_model, byte_tokenizer, sample, train_base, trained_base
 from .measurements import HeldOutArguments, held_out_loss, measure_model
-from .models import UNPATCHED, ModelArguments, SchemeArguments
+from .models import UNPATCHED, ModelArguments, SchemeArguments, Schemes
 from .options import Count, Name, Natural, UsageError, refuse
 from .results import Results, origin, stopwatch
 from .run_folder import FolderArguments
 from .training import FineTuningArguments, Phase
+from .training_positions import PLAIN
 
+FIT_WINDOWS = 10
+"""Number of windows that fit the temperature; two of them only judge."""
 REUSED_RESULTS = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
 """Results that a run takes over from its own interrupted start, or from another run of its sweep."""
 
@@ -74,6 +79,7 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
             package; only without --model.
         base_steps: optimizer steps of the base, with --train-base.
         base_seed: seed of the weights and batches of the base, with --train-base.
+        fit_temperature: lengths in tokens at which a trainable temperature is fitted after the training, on its text.
     """
 
     # The default: the scheme that calibration brings closest to its base.
@@ -85,6 +91,7 @@ class Arguments(FolderArguments, SchemeArguments, SharedArguments):
     train_base: bool = False
     base_steps: Count = 1200
     base_seed: Natural = 0
+    fit_temperature: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -124,6 +131,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> Results:
         prepared.patch()
         prepared.calibrate()
         prepared.fine_tune()
+        prepared.fit_temperature()
         prepared.measure_result()
         prepared.write()
     return prepared.results
@@ -131,7 +139,7 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> Results:
 
 def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     """Read the text and the base, and check that everything works together, before anything long starts."""
-    scheme = check_arguments(arguments)
+    schemes = check_arguments(arguments)
     accelerator = training.accelerator_for(arguments, Path(arguments.output))
     set_seed(arguments.seed)
     accelerator.print(f"Reading {corpus.describe(arguments)}")
@@ -141,7 +149,7 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     else:
         text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read, arguments.split_seed)
         launched = identity.launched(accelerator)
-        run_identity = identity.of(arguments, text, scheme=models.scheme_to_json(scheme), **launched)
+        run_identity = identity.of(arguments, text, scheme=models.schemes_to_json(schemes), **launched)
     if arguments.model is None and not arguments.train_base:
         run_identity["base"] = identity.digest_of(str(FOLDER))
     earlier = run_folder.earlier_progress(arguments, run_identity)
@@ -155,9 +163,9 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
         f"{data['held_out_tokens']:,} held out"
     )
     models.check_vocabulary(model, text.train, text.held_out)
-    check_patch(model, scheme, arguments, accelerator)
+    check_patch(model, schemes, text, arguments, accelerator)
     windows = None
-    if scheme is not None and arguments.calibrate != "none":
+    if schemes and arguments.calibrate != "none":
         windows = calibration_stage.windows(text.train, trained_length, arguments, arguments.seed)
     reused = earlier or ({"before": sweep.before} if sweep and sweep.before else {})
     results = {
@@ -175,7 +183,7 @@ def prepare(arguments: Arguments, sweep: Sweep | None) -> "Run":
     }
     model.to(accelerator.device)
     resumed = earlier is not None
-    return Run(arguments, accelerator, tokenizer, text, scheme, trained_length, plan, windows, resumed, model, results)
+    return Run(arguments, accelerator, tokenizer, text, schemes, trained_length, plan, windows, resumed, model, results)
 
 
 def make_plan(arguments: Arguments, text: Text, trained_length: int, accelerator: Accelerator) -> list[Phase]:
@@ -205,7 +213,7 @@ class Run:
         accelerator: accelerator of the processes that make the run.
         tokenizer: tokenizer of the base.
         text: text to train and to measure on.
-        scheme: scheme to patch in; None for a control.
+        schemes: schemes to patch in; none for a control.
         trained_length: context length that the base was trained at.
         plan: phases of the fine-tuning.
         windows: windows to calibrate with, `(N, T)`; None for no calibration.
@@ -222,7 +230,7 @@ class Run:
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase
     text: Text
-    scheme: hf_posenc.Scheme | None
+    schemes: Schemes
     trained_length: int
     plan: list[Phase]
     windows: Tensor | None
@@ -303,10 +311,10 @@ class Run:
                 self.base_loss = self.calibration_loss(self.model)
         if arguments.distill:
             self.teacher = teacher_of(self.model, share_weights=bool(arguments.lora_rank))
-        if self.scheme is not None:
-            self.results["verify"] = models.patch_and_verify(self.model, self.scheme, arguments.seed)
+        if self.schemes:
+            self.results["verify"] = models.patch_and_verify(self.model, self.schemes, arguments.seed)
             self.say(f"Patched\n{hf_posenc.describe(self.model)}\n{self.results['verify']}")
-        self.results["scheme"] = models.scheme_to_json(*hf_posenc.schemes_of(self.model))
+        self.results["scheme"] = models.schemes_to_json(hf_posenc.schemes_of(self.model))
         if arguments.lora_rank:
             # A copy of the config: PEFT writes into it.
             self.model = peft.get_peft_model(self.model, hf_posenc.lora_config(self.model, r=arguments.lora_rank))
@@ -377,6 +385,20 @@ class Run:
         self.say(f"Learning rate {rate:g}")
         return rate
 
+    def fit_temperature(self) -> None:
+        """With `--fit-temperature`, fit the strengths of the temperature, and no other weight."""
+        lengths = self.arguments.fit_temperature
+        if lengths:
+            self.say(f"Fitting the temperature at {', '.join(map(str, lengths))} tokens")
+            with self.timed("temperature"):
+                windows = fit_windows(self.text, self.arguments)
+                progress = self.accelerator.is_main_process
+                fit = hf_posenc.fit_temperature(self.model, windows, lengths, progress=progress)
+                for strength in trained_strengths(self.model).values():  # processes may round differently
+                    broadcast(strength.data)
+            self.say(str(fit))
+            self.results["temperature"] = fit.to_dict()
+
     def measure_result(self) -> None:
         """Measure the fine-tuned model."""
         self.say("Measuring the model after fine-tuning")
@@ -389,7 +411,7 @@ class Run:
         assert self.wrapped is not None
         models.save(self.accelerator, self.wrapped, self.tokenizer, self.output)
         if self.accelerator.is_main_process:
-            if self.scheme is not None:
+            if self.schemes:
                 model_card.write(folder, self.results, repository)
             run_report.write(self.output / "report.html", self.results)
             run_folder.finish(self.output, self.results)
@@ -403,11 +425,11 @@ class Run:
             )
 
 
-def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
+def check_arguments(arguments: Arguments) -> Schemes:
     """Check everything that needs neither the text nor the weights; set the default of the learning rate.
 
     Returns:
-        The scheme; None for a control.
+        The schemes; none for a control.
 
     Raises:
         UsageError: if the arguments cannot work.
@@ -418,15 +440,15 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
         plain_swap = arguments.calibrate == "none"
         arguments.learning_rate = calibration_stage.PLAIN_RATE if plain_swap else calibration_stage.CALIBRATED_RATE
     calibration_stage.check(arguments)
-    training.check(arguments)
+    training.check(arguments, arguments.packing)
     training.check_recovery(arguments)
     corpus.check(arguments, needs_data=arguments.model is not None)
     measurements.check(arguments)
     models.check(arguments)
     check_unused(arguments)
-    scheme = None
+    schemes: Schemes = ()
     if arguments.scheme != UNPATCHED:
-        scheme = models.named_scheme("scheme", arguments.scheme, models.hyperparameters(arguments.scheme_args))
+        schemes = models.read_schemes("scheme", arguments.scheme, models.hyperparameters(arguments.scheme_args))
     elif arguments.scheme_args or arguments.lora_rank:
         raise UsageError(
             f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
@@ -435,11 +457,17 @@ def check_arguments(arguments: Arguments) -> hf_posenc.Scheme | None:
     if arguments.model is not None:
         family_for(models.stock_config(arguments).model_type)  # its error lists the families
     run_folder.check(arguments)
-    return scheme
+    return schemes
 
 
 def check_unused(arguments: Arguments) -> None:
     """Raise UsageError for options that have no effect because of another option."""
+    if arguments.distill and arguments.positions != PLAIN:
+        raise UsageError(
+            f"--positions {arguments.positions} cannot be combined with --distill: the base knows no others"
+        )
+    if arguments.distill and arguments.objective == "longce":
+        raise UsageError("--objective longce cannot be combined with --distill: choose one of them")
     if arguments.context_parallel > 1 and arguments.distill:
         raise UsageError("--context-parallel cannot be combined with --distill: the teacher reads whole windows")
     if arguments.model is not None:
@@ -453,35 +481,66 @@ def check_unused(arguments: Arguments) -> None:
         refuse(arguments, "push_to", f"uploads a patched model, and --scheme {UNPATCHED} makes none")
 
 
+def fit_windows(text: Text, arguments: Arguments) -> Tensor:
+    """Return windows of the training text to fit the temperature with, as long as the longest length."""
+    windows = Windows(text.train, max(arguments.fit_temperature), "concatenate")
+    return windows.tokens[order(arguments.seed, len(windows), 0, FIT_WINDOWS)]
+
+
+def check_fit(model: PreTrainedModel, text: Text, arguments: Arguments, accelerator: Accelerator) -> None:
+    """Raise UsageError if the temperature of the patched model cannot be fitted after the training."""
+    if not arguments.fit_temperature:
+        return
+    longest, total = max(arguments.fit_temperature), len(stream(text.train).tokens)
+    if min(arguments.fit_temperature) < 2 or FIT_WINDOWS * longest > total:
+        raise UsageError(
+            f"--fit-temperature takes lengths from 2 to {total // FIT_WINDOWS}: it reads {FIT_WINDOWS} windows of the "
+            f"training text, which has {total:,} tokens"
+        )
+    if arguments.lora_rank or accelerator.distributed_type in ("FSDP", "DEEPSPEED"):
+        raise UsageError(
+            "--fit-temperature cannot be combined with --lora-rank, FSDP or DeepSpeed: call hf_posenc.fit_temperature "
+            "on the saved model"
+        )
+    if not trained_strengths(model):
+        raise UsageError(
+            f"--fit-temperature needs a trainable temperature, and --scheme {arguments.scheme} has none: add "
+            '{"scheme": "temperature", "trainable": true}'
+        )
+
+
 def check_patch(
-    model: PreTrainedModel, scheme: hf_posenc.Scheme | None, arguments: Arguments, accelerator: Accelerator
+    model: PreTrainedModel, schemes: Schemes, text: Text, arguments: Arguments, accelerator: Accelerator
 ) -> None:
-    """Patch the model on trial, so that a scheme that does not fit is refused before anything is measured.
+    """Patch the model on trial, so that schemes that do not fit are refused before anything is measured.
 
     For the embedded base, print the first line of `verify`.
 
     Raises:
         UsageError: if there are too few positions, or attention would cross from one packed document to another.
     """
-    longest = max(arguments.train_length, arguments.lengths[-1])
-    with hf_posenc.patched(model, scheme, seed=arguments.seed) if scheme is not None else nullcontext():
+    trained = max(arguments.train_length, arguments.position_length or 0)
+    longest = max(trained, arguments.lengths[-1], *arguments.fit_temperature)
+    with hf_posenc.patched(model, schemes, seed=arguments.seed) if schemes else nullcontext():
         limit = models.position_limit(model)
-        if scheme is None and limit is not None and limit < arguments.train_length:
+        if not schemes and limit is not None and limit < trained:
             raise UsageError(
-                f"--scheme {UNPATCHED}: the base's table ends at {limit} positions, --train-length is "
-                f"{arguments.train_length}"
+                f"--scheme {UNPATCHED}: the base's table ends at {limit} positions, --train-length or "
+                f"--position-length is {trained}"
             )
-        if scheme is not None and limit is not None and limit < longest:
+        if schemes and limit is not None and limit < longest:
             raise UsageError(
-                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length and --lengths go to "
-                f"{longest}: for instance --scheme-args num_positions={longest}"
+                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length, --lengths and "
+                f"--position-length go to {longest}: for instance --scheme-args num_positions={longest}"
             )
         if arguments.packing == "documents" and not models.keeps_documents_apart(model):
             raise UsageError(
                 "--packing documents: the attention mask of this model does not take positions into account, so "
                 "attention crosses from document to document"
             )
+        training_positions.check_follows(model, arguments)
+        check_fit(model, text, arguments, accelerator)
         # Only for the embedded base: with a large model on a CPU it takes a while, and `patch` verifies again.
-        if scheme and arguments.model is None:
+        if schemes and arguments.model is None:
             report = str(hf_posenc.verify(model)).splitlines()[0]
             accelerator.print(f"The swap, tried out first: {report}")

@@ -255,7 +255,7 @@ def words_of(cls: type, path: str) -> Iterator[str]:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=UniqueKeyLoader)
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: must be a mapping of options, not {type(content).__name__}")
-    options = {field.name: field for field in fields(cls)}
+    options, accepted = {field.name: field for field in fields(cls)}, values_of_options(cls)
     options |= {field.metadata["was"]: field for field in fields(cls) if "was" in field.metadata}
     if unknown := [str(key) for key in content if key not in options]:
         suggestion = did_you_mean(unknown[0], {name: field.name for name, field in options.items()} | guesses(cls))
@@ -266,10 +266,12 @@ def words_of(cls: type, path: str) -> Iterator[str]:
             if default != (None if value is None else []):
                 raise UsageError(f"--config {path}: {key} has no value; leave it out for the default, {default}")
             continue
-        if isinstance(value, dict):  # hyper-parameters of a scheme can be a mapping
-            value = [f"{name}={json.dumps(item)}" for name, item in value.items()]
         yield option(options[key].name)
-        yield from map(str, value if isinstance(value, list) else [value])
+        if isinstance(value, dict) and accepted[options[key].name].metavar == get_args(Hyperparameter)[1]:
+            yield from (f"{name}={json.dumps(item)}" for name, item in value.items())
+            continue
+        listed = value if isinstance(value, list) and accepted[options[key].name].several else [value]
+        yield from (json.dumps(item) if isinstance(item, (dict, list)) else str(item) for item in listed)
 
 
 class UniqueKeyLoader(yaml.SafeLoader):

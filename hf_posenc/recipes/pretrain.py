@@ -22,11 +22,12 @@ from . import run_identity as identity
 from .corpus import Text, Windows
 from .embedded import byte_tokenizer, decoder
 from .measurements import HeldOutArguments, held_out_loss, measure_model
-from .models import check_vocabulary, count_weights, hyperparameters, load, save
+from .models import Schemes, check_vocabulary, count_weights, hyperparameters, load, save
 from .options import Count, Folder, Hyperparameter, Length, Natural, Positive, UsageError, each_once, parse
 from .results import Results, origin, stopwatch
-from .sweep_runs import SweepArguments
+from .sweep_runs import SweepArguments, add_run
 from .training import Phase, TrainingArguments
+from .training_positions import PLAIN, ChosenPositions, check_follows
 
 EXAMPLES = """
   {prog} --schemes sinusoidal alibi nope --steps 500         # bytes of the Python standard library
@@ -40,9 +41,9 @@ class Arguments(SweepArguments, HeldOutArguments, TrainingArguments):
     """This recipe.
 
     Args:
-        schemes: schemes to compare; learned gets a table of --train-length positions.
-        scheme_args: hyper-parameters of the scheme, e.g. max_distance=64 share_heads=false; `hf-posenc schemes NAME`
-            lists them.
+        schemes: schemes to compare: names, or JSON as of --scheme in `extend`; learned gets a table for the
+            training.
+        scheme_args: hyper-parameters of a scheme that is one name, e.g. max_distance=64 share_heads=false.
         tokenizer: folder or Hub id of a tokenizer; by default one that reads bytes.
         layers: decoder layers.
         width: hidden size.
@@ -70,22 +71,27 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     """Make the runs that are missing and return the summary."""
     arguments, parser = parse(Arguments, argv, __doc__, prog=prog, examples=EXAMPLES)
     with program.ending(parser, "the same command", lambda: sweep_runs.KEPT):
-        schemes = check_arguments(arguments)
+        named = check_arguments(arguments)
         tokenizer = load(AutoTokenizer, arguments.tokenizer, "tokenizer") if arguments.tokenizer else byte_tokenizer()
 
-        def make_run(name: str, seed: int, target: Path, text: Text, run_identity: Results) -> None:
-            run(arguments, schemes[name], seed, target, tokenizer, text, run_identity)
+        if arguments.positions != PLAIN:
+            for schemes in named.values():
+                with hf_posenc.patched(untrained(arguments, tokenizer), schemes) as model:
+                    check_follows(model, arguments)
 
-        sweep_runs.make(arguments, schemes, tokenizer, make_run)
+        def make_run(name: str, seed: int, target: Path, text: Text, run_identity: Results) -> None:
+            run(arguments, named[name], seed, target, tokenizer, text, run_identity)
+
+        sweep_runs.make(arguments, named, tokenizer, make_run)
         summary = sweep_report.summarize(Path(arguments.output), f"From scratch, trained at {arguments.train_length}")
     print(sweep_report.markdown(summary))
     return summary
 
 
-def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
-    """Check everything that does not need the text; return name -> scheme."""
+def check_arguments(arguments: Arguments) -> dict[str, Schemes]:
+    """Check everything that does not need the text; return name, or label of a mixture -> schemes."""
     plots.check_installed()  # the figures are drawn at the end
-    training.check(arguments)
+    training.check(arguments, arguments.packing)
     corpus.check(arguments, needs_data=False)
     measurements.check(arguments)
     each_once(arguments, "schemes", "seeds")
@@ -93,14 +99,21 @@ def check_arguments(arguments: Arguments) -> dict[str, hf_posenc.Scheme]:
         raise UsageError(f"--width {arguments.width} must be a multiple of --heads {arguments.heads}")
     if arguments.scheme_args and len(arguments.schemes) > 1:
         raise UsageError("--scheme-args needs --schemes with one scheme, not with several")
-    defaults = {"learned": {"num_positions": arguments.train_length}}
+    longest = max(arguments.train_length, arguments.position_length or 0)
+    defaults = {"learned": {"num_positions": longest}}
     keywords = hyperparameters(arguments.scheme_args)
-    return {name: models.named_scheme("schemes", name, defaults.get(name, {}) | keywords) for name in arguments.schemes}
+    named: dict[str, Schemes] = {}
+    for name in arguments.schemes:
+        schemes = models.read_schemes("schemes", name, defaults.get(name, {}) | keywords)
+        if any(scheme.limit is not None and scheme.limit < longest for scheme in schemes):
+            raise UsageError(f"--schemes {name} ends before {longest} positions: --scheme-args num_positions={longest}")
+        add_run(named, "schemes", models.label_of(schemes) if models.is_mixture(name) else name, schemes)
+    return named
 
 
 def run(
     arguments: Arguments,
-    scheme: hf_posenc.Scheme,
+    schemes: Schemes,
     seed: int,
     output: Path,
     tokenizer: PreTrainedTokenizerBase,
@@ -111,7 +124,7 @@ def run(
 
     Args:
         arguments: checked options.
-        scheme: scheme of this model.
+        schemes: schemes of this model.
         seed: seed of the weights and of the order of the windows.
         output: folder of the run. If there is a state, the training goes on from it.
         tokenizer: tokenizer of the text.
@@ -121,13 +134,14 @@ def run(
     accelerator = training.accelerator_for(arguments, output)
     set_seed(seed)
     windows = Windows(text.train, arguments.train_length, arguments.packing)
-    plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed)]
+    positions = ChosenPositions.of(arguments, seed)
+    plan = [Phase(windows, arguments.steps, 0, arguments.batch_size, seed, positions)]
     measurements.check_text(text.held_out, arguments, arguments.train_length if arguments.eval_every else 0)
     training.check_plan(plan, accelerator)
     model = untrained(arguments, tokenizer).to(accelerator.device)
     check_vocabulary(model, text.train, text.held_out)
     base = {"name": "from scratch", **models.describe(model, arguments.train_length)}
-    report = models.patch_and_verify(model, scheme, seed)
+    report = models.patch_and_verify(model, schemes, seed)
     base["parameters"] = count_weights(model)  # including the scheme's
     seconds: dict[str, float] = {}
     results: Results = {
@@ -136,7 +150,7 @@ def run(
         "seed": seed,
         "data": text.to_dict(arguments),
         "base": base,
-        "scheme": models.scheme_to_json(*hf_posenc.schemes_of(model)),
+        "scheme": models.schemes_to_json(hf_posenc.schemes_of(model)),
         "verify": report,
         "seconds": seconds,
     }

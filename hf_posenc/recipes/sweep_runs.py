@@ -7,19 +7,20 @@ all runs that are finished by then.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
-
-import hf_posenc
 
 from . import models, run_folder, training
 from . import run_identity as identity
 from .corpus import DataArguments, Text, read_text
-from .options import Folder, Options
+from .models import Schemes
+from .options import Folder, Options, UsageError, option
 from .results import Results, read_json
 from .training import TrainingArguments
 
 Runs = dict[str, list[Results]]
+Run = TypeVar("Run")
 KEPT = "Finished runs are kept, and the newest state of the interrupted run: the same command goes on."
 
 
@@ -38,9 +39,16 @@ class SweepArguments(Options):
     output: Folder = "runs/sweep"
 
 
+def add_run(runs: dict[str, Run], option_name: str, name: str, run: Run) -> None:
+    """Add a run of a sweep under its name; UsageError if two values of the option have the same name."""
+    if name in runs:
+        raise UsageError(f"{option(option_name)} names {name} twice")
+    runs[name] = run
+
+
 def make(
     arguments: TrainingArguments,
-    variants: Mapping[str, hf_posenc.Scheme | None],
+    variants: Mapping[str, Schemes],
     tokenizer: PreTrainedTokenizerBase,
     make_run: Callable[[str, int, Path, Text, Results], None],
 ) -> None:
@@ -50,7 +58,7 @@ def make(
 
     Args:
         arguments: checked options of the recipe: a `SweepArguments` and `DataArguments`.
-        variants: variant -> its scheme, None for a control.
+        variants: variant -> its schemes, none for a control.
         tokenizer: tokenizer for the text.
         make_run: function of variant, seed, folder, text and identity that makes a run and writes its results.json.
 
@@ -66,10 +74,10 @@ def make(
     runs = {
         folder_of_run(folder, name, seed): (
             *(name, seed),
-            identity.of(arguments, text, variant=name, seed=seed, scheme=models.scheme_to_json(scheme), **launched),
+            identity.of(arguments, text, variant=name, seed=seed, scheme=models.schemes_to_json(schemes), **launched),
         )
         for seed in arguments.seeds
-        for name, scheme in variants.items()
+        for name, schemes in variants.items()
     }
     with run_folder.locked(accelerator, folder):
         check(folder, {target: run_identity for target, (_, _, run_identity) in runs.items()})

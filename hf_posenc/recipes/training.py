@@ -33,11 +33,14 @@ import hf_posenc
 
 from ..checkpoints import files
 from ..modules import PositionModule
+from . import long_context_loss, training_positions
 from .corpus import IGNORED, Document, Windows, order
 from .distillation import Distillation, token_loss
+from .long_context_loss import LongCE, ObjectiveArguments
 from .models import position_table
 from .options import Count, Length, Natural, NotNegative, Options, Positive, UsageError
 from .results import Results
+from .training_positions import ChosenPositions, PositionArguments
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup", "warmup_stable_decay")
 TRACKERS = ("none", "tensorboard", "wandb", "trackio")
@@ -49,7 +52,7 @@ training step with a given number."""
 
 
 @dataclass
-class TrainingArguments(Options):
+class TrainingArguments(PositionArguments, ObjectiveArguments):
     """Training.
 
     Args:
@@ -132,8 +135,18 @@ class FineTuningArguments(TrainingArguments, RateArguments, RecoveryArguments):
     """Training that begins with a patched base."""
 
 
-def check(arguments: TrainingArguments) -> None:
-    """Raise UsageError if the tracker is not installed: accelerate would go on without it."""
+def check(arguments: TrainingArguments, packing: str) -> None:
+    """Raise UsageError for options that contradict each other, and for a tracker that is not installed.
+
+    Without a tracker accelerate would go on.
+    """
+    training_positions.check(arguments, arguments.train_length, packing)
+    if arguments.positions != training_positions.PLAIN and arguments.context_parallel > 1:
+        raise UsageError(
+            f"--context-parallel cannot be combined with --positions {arguments.positions}: a shared sequence takes no "
+            "skipped positions"
+        )
+    long_context_loss.check(arguments, arguments.train_length, arguments.context_parallel)
     if arguments.tracker != "none" and importlib.util.find_spec(arguments.tracker) is None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
@@ -145,6 +158,8 @@ def check_recovery(arguments: FineTuningArguments) -> None:
         raise UsageError(f"--recovery-steps {steps} are the first of all --steps {arguments.steps}, not more")
     if length is not None and steps == 0:
         raise UsageError(f"--recovery-length {length} has no effect with --recovery-steps 0: leave it out")
+    if steps == arguments.steps and arguments.positions != training_positions.PLAIN:
+        raise UsageError(f"--positions {arguments.positions} has no effect: all --steps are --recovery-steps")
     if length is not None and length > arguments.train_length:
         raise UsageError(f"--recovery-length {length} is beyond --train-length {arguments.train_length}")
 
@@ -185,6 +200,7 @@ class Phase:
         first_step: index of the first step in the run.
         rows: sequences per forward pass and process.
         seed: seed of the order of the windows.
+        positions: the positions of the windows; None for plain ones.
     """
 
     windows: Windows
@@ -192,11 +208,19 @@ class Phase:
     first_step: int
     rows: int
     seed: int
+    positions: ChosenPositions | None = None
 
     @property
     def length(self) -> int:
         """Tokens in a sequence."""
         return self.windows.length
+
+    def batch(self, indices: list[int], first: int) -> dict[str, Tensor]:
+        """Return windows as in `Windows.batch`, with the phase's positions; `first` is the first one's number."""
+        batch = self.windows.batch(indices)
+        if self.positions is not None:
+            batch |= self.positions.inputs(range(first, first + len(indices)), self.length)
+        return batch
 
 
 def phases(
@@ -223,6 +247,8 @@ def phases(
             rows = max(1, arguments.batch_size * arguments.train_length // length)
             plan.append(Phase(Windows(documents, length, packing), steps, first_step, rows, seed))
             first_step += steps
+    if train_steps:
+        plan[-1].positions = ChosenPositions.of(arguments, seed)
     return plan
 
 
@@ -292,7 +318,7 @@ def fine_tune(
         folder: folder for states, `folder/state-000100` and so on. Only the newest is kept. The caller removes it once
             the results are written.
         resume: go on from the newest state, if there is one.
-        distillation: the loss with a teacher; None trains on the text alone.
+        distillation: the loss with a teacher; None trains on the text alone, with the loss of `--objective`.
         evaluate: function that returns the held-out loss of the model, for the recovery curve.
         find_rate: function that returns a learning rate to use instead of `arguments.learning_rate`. It is called once,
             before the first step.
@@ -305,7 +331,8 @@ def fine_tune(
         Diverged: the loss or a weight is not finite. The newest state was saved before that.
         OSError: a state could not be written; the state before it is kept.
     """
-    run = FineTuning(accelerator, model, plan, arguments, folder, distillation)
+    objective = distillation or LongCE.of(arguments, arguments.train_length)
+    run = FineTuning(accelerator, model, plan, arguments, folder, objective)
     if resume:
         run.resume()
     if find_rate is not None and run.progress.step == 0:
@@ -323,7 +350,7 @@ class FineTuning:
     plan: list[Phase]
     arguments: TrainingArguments
     folder: Path
-    distillation: Distillation | None
+    objective: Distillation | LongCE | None
 
     def __post_init__(self) -> None:
         """Make the optimizer and its schedule, and let accelerate wrap the model: see `fine_tune`."""
@@ -397,7 +424,7 @@ class FineTuning:
 
     def step(self, phase: Phase, step: int) -> float:
         """Make one optimizer step; return the mean loss per target on the text."""
-        options = (self.arguments, self.distillation, self.sharing)
+        options = (self.arguments, self.objective, self.sharing)
         return one_step(self.accelerator, self.wrapped, self.optimizer, phase, step, *options)
 
     def record_step(self, phase: Phase, loss: float, seconds: float) -> None:
@@ -518,7 +545,7 @@ def one_step(
     phase: Phase,
     step: int,
     arguments: TrainingArguments,
-    distillation: Distillation | None,
+    objective: Distillation | LongCE | None,
     sharing: Sharing,
 ) -> float:
     """Make one optimizer step; return the mean loss per target on the text, over all processes."""
@@ -527,7 +554,7 @@ def one_step(
     first = (step - phase.first_step) * forwards * per_forward
     indices = order(phase.seed, len(phase.windows), first, first + forwards * per_forward)
     batches = [
-        sharing.shard(phase.windows.batch(indices[start : start + phase.rows]))
+        sharing.shard(phase.batch(indices[start : start + phase.rows], first + start))
         for start in range(sharing.group_index * phase.rows, len(indices), per_forward)
     ]
     # Windows differ in their number of targets. The mean is over the targets of the step, on whatever process they are.
@@ -539,8 +566,8 @@ def one_step(
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         targets = batch.pop("targets")
         with accelerator.accumulate(wrapped), sharing.context(wrapped):
-            if distillation is not None:
-                loss, text_loss = distillation.loss(wrapped, batch, targets)
+            if objective is not None:
+                loss, text_loss = objective.loss(wrapped, batch, targets)
             else:
                 loss = text_loss = token_loss(wrapped(**batch, use_cache=False).logits, targets)
             # accelerate divides the loss by the number of forward passes, and averages gradients over the processes.

@@ -237,7 +237,7 @@ def test_patch_says_how_to_calibrate(tiny_checkpoints, text, tmp_path, capsys):
     assert (program, name) == ("hf-posenc", "calibrate")
     arguments, _ = options.parse(calibrate.Arguments, given, "")
     (patched,) = hf_posenc.schemes_of(hf_posenc.from_pretrained(tmp_path / "out"))
-    assert calibrate.check_arguments(arguments) == patched
+    assert calibrate.check_arguments(arguments) == (patched,)
 
 
 def test_export(tmp_path, capsys):

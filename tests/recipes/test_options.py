@@ -110,6 +110,9 @@ class Run:
 
 CALIBRATE = {"length": 16, "windows": 12, "held_out": 2, "steps": 2}
 SEVERAL = ("step_lengths", "lengths", "find_learning_rate", "scheme_args", "schemes", "variants", "seeds", "data")
+SEVERAL += ("fit_temperature",)
+POSE = {"positions": "pose", "position_length": 64}
+FITTED = '["rope",{"scheme":"temperature","kind":"scalable"}]'
 EXTRA = {
     "extend_context": lambda folder: {"model": folder / "llama", "scheme": "shaw"},
     "compare_schemes": lambda folder: {"model": folder / "llama", "variants": "shaw", "seeds": "0"},
@@ -328,6 +331,12 @@ TRAINING = {
         tracker="tensorboard",
     ),
     "split_seed": numbers(split_seed=1),
+    "positions": numbers(positions="randomised", position_length=64),
+    "position_length": numbers(POSE, position_length=80),
+    "pose_chunks": numbers(POSE, pose_chunks=3),
+    "objective": numbers(objective="longce"),
+    "longce_context": numbers({"objective": "longce"}, longce_context=12),
+    "longce_limit": numbers({"objective": "longce"}, longce_limit=0.5),
 }
 CALIBRATION = {
     "calibrate": numbers(calibrate="closed_form"),
@@ -363,6 +372,7 @@ ROWS = {
         "private": pushed(private=True),
         "train_base": refused("--train-base trains the embedded base, and the base is --model", train_base=True),
         "base_steps": refused("--base-steps has no effect without --train-base", base_steps=3),
+        "fit_temperature": numbers({"scheme": FITTED}, fit_temperature="24"),
         "base_seed": refused("--base-seed has no effect without --train-base", base_seed=3),
     },
     "compare_schemes": {

@@ -569,6 +569,7 @@ def test_a_file_and_the_command_line(recipe, tiny_checkpoints, text, capsys):
 
 
 CONFIGS = {
+    "drope": "extend_context",
     "gpt2_alibi": "extend_context",
     "llama_yarn_lora": "extend_context",
     "compare_stories": "compare_schemes",
@@ -599,7 +600,7 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     elif CONFIGS[name] == "pretrain":
         module.check_arguments(arguments)
     else:
-        importlib.import_module("hf_posenc.recipes.training").check(arguments)
+        importlib.import_module("hf_posenc.recipes.training").check(arguments, arguments.packing)
 
 
 # --------------------------------------------------------------------------------------------------- the other recipes

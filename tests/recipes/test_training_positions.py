@@ -1,0 +1,222 @@
+"""Chosen positions of training windows: the papers' definitions, the seed, exact resuming, and what is refused."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from recipe_runs import Stop, assert_same_weights, in_process, metrics, options
+from situations import patched_model
+
+import hf_posenc
+
+POSE = {"positions": "pose", "position_length": 100, "pose_chunks": 3}
+RANDOMISED = {"positions": "randomised", "position_length": 100}
+
+
+@pytest.fixture
+def positions(recipes):
+    return importlib.import_module("hf_posenc.recipes.training_positions")
+
+
+@pytest.fixture
+def recipe(recipes):
+    return importlib.import_module("hf_posenc.recipes.extend_context")
+
+
+def test_pose_is_the_papers(positions):
+    """Zhu et al. 2023, equations (4) and (5): chunks that count on, and skips that never fall, up to the target."""
+    tokens, target = 6, 9
+    drawn = positions.ChosenPositions("pose", target, 2, seed=0)
+    seen = {tuple(drawn.draw(window, tokens)) for window in range(2000)}
+    wanted = {
+        tuple([*range(cut), *(token + skip for token in range(cut, tokens))])
+        for cut in range(1, tokens)
+        for skip in range(target - tokens + 1)
+    }
+    assert seen == wanted  # every cut with every skip, and nothing else
+    three = positions.ChosenPositions("pose", target, 3, seed=0)
+    wanted = {
+        tuple(token + (0 if token < first else one if token < second else two) for token in range(tokens))
+        for first in range(1, tokens)
+        for second in range(first + 1, tokens)
+        for one in range(target - tokens + 1)
+        for two in range(one, target - tokens + 1)
+    }
+    assert {tuple(three.draw(window, tokens)) for window in range(6000)} == wanted
+
+
+def test_the_skips_of_pose_are_uniform(positions):
+    """`u_1` of two chunks is drawn from all skips alike, and the cut from all places."""
+    drawn = positions.ChosenPositions("pose", 12, 2, seed=1)
+    rows = torch.tensor([drawn.draw(window, 8) for window in range(4000)])
+    skips = torch.bincount(rows[:, -1] - 7, minlength=5) / len(rows)
+    assert torch.allclose(skips, torch.full((5,), 0.2), atol=0.03)
+    cuts = (rows.diff() != 1).float().argmax(-1)[rows[:, -1] > 7]
+    assert torch.allclose(torch.bincount(cuts, minlength=7) / len(cuts), torch.full((7,), 1 / 7), atol=0.03)
+
+
+def test_randomised_positions_are_the_papers(positions):
+    """Ruoss et al. 2023, section 3.1: a subset of 0 .. P - 1, all subsets alike, sorted."""
+    drawn = positions.ChosenPositions("randomised", 5, 2, seed=0)
+    rows = [tuple(drawn.draw(window, 3)) for window in range(4000)]
+    wanted = {(a, b, c) for a in range(5) for b in range(a + 1, 5) for c in range(b + 1, 5)}
+    assert set(rows) == wanted
+    assert all(abs(rows.count(row) / len(rows) - 1 / 10) < 0.02 for row in wanted)
+
+
+@pytest.mark.parametrize("kind", ["pose", "randomised"])
+def test_positions_depend_on_seed_and_window_alone(positions, kind):
+    first, second = (positions.ChosenPositions(kind, 500, 2, seed) for seed in (0, 1))
+    whole = first.inputs(range(6), 40)
+    assert whole["position_ids"].shape == whole["attention_mask"].shape == (6, 40)
+    assert whole["attention_mask"].all()
+    assert torch.equal(whole["position_ids"][4:], first.inputs(range(4, 6), 40)["position_ids"])
+    assert len({tuple(row.tolist()) for row in whole["position_ids"]}) == 6
+    assert not torch.equal(whole["position_ids"], second.inputs(range(6), 40)["position_ids"])
+    assert (whole["position_ids"].diff() > 0).all()
+    assert 0 <= whole["position_ids"].min() <= whole["position_ids"].max() < 500
+
+
+def test_a_skip_is_no_new_document(positions):
+    """The model computes with the distances of the skipped positions, and sees across them."""
+    torch.manual_seed(0)
+    model = patched_model("alibi", "llama")
+    tokens = torch.randint(50, (1, 6))
+    inputs = {
+        "position_ids": torch.tensor([[0, 1, 2, 40, 41, 42]]),
+        "attention_mask": torch.ones(1, 6, dtype=torch.long),
+    }
+    changed = tokens.clone()
+    changed[0, 0] += 1
+    with torch.no_grad():
+        skipped, plain, other = (
+            model(input_ids=tokens, **inputs, use_cache=False).logits,
+            model(input_ids=tokens, use_cache=False).logits,
+            model(input_ids=changed, **inputs, use_cache=False).logits,
+        )
+    assert not torch.allclose(skipped[:, -1], plain[:, -1], atol=1e-4)
+    assert not torch.equal(skipped[:, -1], other[:, -1])
+
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param(POSE, id="pose", marks=pytest.mark.slow), pytest.param(RANDOMISED, id="randomised")]
+)
+def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, asked):
+    """A run with random positions ends with the same bits after a stop. Recovery steps have plain positions."""
+    training, folder = importlib.import_module("hf_posenc.recipes.training"), tiny_checkpoints
+    common = {**asked, "scheme": "rope", "steps": 4, "recovery_steps": 1, "save_every": 2, "lengths": 16}
+    seen, batch = [], training.Phase.batch
+    with monkeypatch.context() as patch:
+        patch.setattr(training.Phase, "batch", lambda *given: seen.append(batch(*given)) or seen[-1])
+        whole = recipe.main(options(folder, text, folder / "whole", **common))
+    drawn = [each["position_ids"] for each in seen if "position_ids" in each]
+    assert len(seen) == 2 * 4
+    assert len(drawn) == 2 * 3
+    assert len({tuple(ids[0].tolist()) for ids in drawn}) == 6
+    one_step = training.one_step
+
+    def stopping(accelerator, wrapped, optimizer, phase, step, *rest):
+        if step == 3:
+            raise Stop
+        return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "one_step", stopping)
+        with pytest.raises(Stop):
+            recipe.main(options(folder, text, folder / "cut", **common))
+    torch.manual_seed(99)
+    resumed = recipe.main([*options(folder, text, folder / "cut", **common), "--resume"])
+    assert metrics(resumed) == metrics(whole)
+    assert_same_weights(folder / "whole", folder / "cut")
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text):
+    """They draw the same positions for the same windows."""
+    folder, common = tiny_checkpoints, {**POSE, "scheme": "alibi"}
+    one = recipe.main(options(folder, text, folder / "one", **common))
+    run = in_process(recipes, options(folder, text, folder / "two", **common, gradient_accumulation=1), 2)
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == 0, errors
+    two = json.loads((folder / "two" / "results.json").read_text())
+    assert two["training"]["loss"] == pytest.approx(one["training"]["loss"], abs=1e-5)
+    assert_same_weights(folder / "one", folder / "two", 1e-5)
+
+
+@pytest.mark.slow
+def test_pretraining_takes_positions(recipes, tiny_checkpoints, text, capsys):
+    """The default table of `learned` is as long as the positions; a shorter one, and a scheme without any, are refused."""
+    pretrain, folder = importlib.import_module("hf_posenc.recipes.pretrain"), tiny_checkpoints
+    shape = {"seeds": 0, "steps": 2, "lengths": 16, "layers": 1, "width": 16, "heads": 2, **POSE}
+    shape |= dict.fromkeys(("model", "calibrate", "recovery_steps"))
+    pretrain.main(options(folder, text, folder / "out", schemes="learned", **shape))
+    results = json.loads((folder / "out/runs/learned/seed-0/results.json").read_text())
+    assert results["scheme"]["num_positions"] == 100
+    for wrong, message in (
+        ({"schemes": "learned", "scheme_args": "num_positions=64"}, "--schemes learned ends before 100 positions"),
+        ({"schemes": "rope nope"}, "this model does not look at positions"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            pretrain.main(options(folder, text, folder / "wrong", **wrong, **shape))
+        assert stop.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+WRONG = {
+    "no length": ({"positions": "pose"}, "--positions pose needs --position-length above --train-length 48"),
+    "a short length": (
+        {"positions": "randomised", "position_length": 48},
+        "--positions randomised needs --position-length above --train-length 48, not 48",
+    ),
+    "one chunk": ({**POSE, "pose_chunks": 1}, "--pose-chunks must be at least 2, not 1"),
+    "many chunks": ({**POSE, "pose_chunks": 49}, "--pose-chunks 49 are more than the tokens of a window, 48"),
+    "chunks of none": ({**RANDOMISED, "pose_chunks": 3}, "--pose-chunks has no effect with --positions randomised"),
+    "a length of none": ({"position_length": 64}, "--position-length has no effect with --positions plain"),
+    "another kind": ({"positions": "yarn"}, "--positions must be one of plain, pose, randomised, not yarn"),
+    "documents": ({**POSE, "packing": "documents"}, "cannot be combined with --packing documents"),
+    "shared sequences": (
+        {**POSE, "context_parallel": 2},
+        "--context-parallel cannot be combined with --positions pose",
+    ),
+    "a teacher": ({**POSE, "distill": 1}, "--positions pose cannot be combined with --distill"),
+    "only recovery": (
+        {**POSE, "recovery_steps": 6},
+        "--positions pose has no effect: all --steps are --recovery-steps",
+    ),
+    "no positions": ({**POSE, "scheme": "nope"}, "--positions pose: this model does not look at positions"),
+    "a table": (
+        {**POSE, "scheme": "learned", "scheme_args": "num_positions=64"},
+        "--scheme learned ends at 64 positions, --train-length, --lengths and --position-length go to 100",
+    ),
+    "the base's table": (
+        {**POSE, "scheme": "unpatched", "train_length": 32, "recovery_steps": 0, "model": "gpt2"},
+        "the base's table ends at 32 positions, --train-length or --position-length is 100",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_positions_that_do_nothing_or_cannot_be_had_are_refused(recipe, tiny_checkpoints, text, capsys, case):
+    changes, message = WRONG[case]
+    if "model" in changes:
+        changes = {**changes, "model": tiny_checkpoints / changes["model"]}
+    with pytest.raises(SystemExit) as stop:
+        recipe.main(options(tiny_checkpoints, text, tiny_checkpoints / "out", **{"scheme": "rope", **changes}))
+    assert stop.value.code == 2
+    printed = capsys.readouterr().err.strip()
+    assert message in printed
+    assert not (tiny_checkpoints / "out").exists()
+
+
+def test_a_stock_model_that_ignores_ids_is_refused(positions):
+    """bloom's forward takes none, a stock llama follows them; a scheme that starts neutral counts as following."""
+    from decoders import decoder
+
+    asked = importlib.import_module("hf_posenc.recipes.extend_context").Arguments(**POSE, train_length=48)
+    error = importlib.import_module("hf_posenc.recipes.options").UsageError
+    positions.check_follows(decoder("llama"), asked)
+    with pytest.raises(error, match="--positions pose"):
+        positions.check_follows(decoder("bloom"), asked)
+    neutral = hf_posenc.patch_model(decoder("llama"), "da_transformer", seed=0)
+    positions.check_follows(neutral, asked)
