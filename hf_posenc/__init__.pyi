@@ -56,6 +56,7 @@ from .schemes.base import (
     Scheme as Scheme,
     ScoreScheme as ScoreScheme,
 )
+from .upstream.endless_cache import EndlessCache as EndlessCache
 from .verification import verify as verify
 
 __version__: str

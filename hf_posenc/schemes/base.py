@@ -19,7 +19,7 @@ from ..dims import Dims, Layers
 from ..modules import Native, PositionEmbedding, PositionModule, QueryModule, Reference, Rotation, ScoreModule, Shared
 from ..placement import OnHidden, OnQueries, OnRotary, OnScores, Placement, RopeParameters
 
-EVERY_SCHEME = ("layers", "window")
+EVERY_SCHEME = ("layers", "window", "sinks")
 """The hyper-parameters that every scheme has."""
 
 
@@ -33,6 +33,10 @@ class Scheme:
             other scheme names, or None for every layer. All other layers keep the base's positions.
         window: sliding window of its layers in tokens: a query sees its own token and the `window - 1` tokens before.
             None leaves the base's window.
+        sinks: number of tokens at the start of each sequence, or of each packed document, that every query sees, also
+            when the window has passed them (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453). Padding does not count.
+            These keys keep their own positions; StreamingLLM counts positions in its cache instead. None means 0.
+            Sinks in the sense of learned logits, as some bases have them, are something else: they are no tokens.
     """
 
     name: ClassVar[str]
@@ -42,6 +46,7 @@ class Scheme:
 
     layers: Layers = None
     window: int | None = None
+    sinks: int | None = None
 
     @property
     def acts_on(self) -> Placement:

@@ -127,14 +127,12 @@ def scheme_attention(
         ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
     has_cache = query.shape[2] != key.shape[2]
     positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, has_cache)
-    if state.window is not None:
-        positions = positions.within(state.window)
     attention: Any = module
     call = Call(
         query,
         key,
         value,
-        positions,
+        state.within_window(positions),
         scaling=attention.scaling if scaling is None else scaling,
         vector_scaling=attention.scaling,
         softcap=softcap,

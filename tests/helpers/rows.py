@@ -256,7 +256,7 @@ ROWS: dict[str, Row] = {
 }
 # What every scheme has.
 for row in ROWS.values():
-    row.values.update(layers=(None, (1,)), window=(None, 18))
+    row.values.update(layers=(None, (1,)), window=(None, 18), sinks=(None, 2))
 
 
 def named(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
