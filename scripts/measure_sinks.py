@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_posenc import EndlessCache, calibrate, patch_model
 from hf_posenc.recipes.results import write_json
 
-
 RECORDED = ("scheme", "calibrate", "tokens", "window", "chunk")
 """Options that the JSON file repeats."""
 

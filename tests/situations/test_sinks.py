@@ -177,7 +177,11 @@ def test_verify_caches_padding_and_generation(scheme, family):
     alone = [model.generate(each[None], **options)[0, len(each) :] for each in (ids[0], ids[1, 6:])]
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
-    for cache in ({}, {"cache_implementation": "static", "disable_compile": True}, {"past_key_values": EndlessCache(model)}):
+    for cache in (
+        {},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"past_key_values": EndlessCache(model)},
+    ):
         together = model.generate(ids, attention_mask=mask, **options, **cache)[:, 20:]
         assert together.equal(torch.stack(alone)), cache
 
