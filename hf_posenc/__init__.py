@@ -31,6 +31,7 @@ _PUBLIC_NAMES = {
     ".parallel": "context_group context_parallel shard_sequence",
     ".registry": "available_schemes register_scheme",
     ".schemes.base": "Dims EmbeddingScheme QueryScheme RotaryScheme Scheme ScoreScheme TokenScheme",
+    ".upstream.endless_cache": "EndlessCache",
     ".verification": "verify",
 }
 """Module -> its public names. `__init__.pyi` lists the same names for type checkers."""

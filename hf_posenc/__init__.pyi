@@ -59,6 +59,7 @@ from .schemes.base import (
     ScoreScheme as ScoreScheme,
     TokenScheme as TokenScheme,
 )
+from .upstream.endless_cache import EndlessCache as EndlessCache
 from .verification import verify as verify
 
 __version__: str

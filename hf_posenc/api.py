@@ -119,7 +119,8 @@ def patch_model(
         attention: engine for schemes that change attention scores: `auto`, or one of
             `hf_posenc.engines.dispatch.NAMES`. A named engine computes every call or refuses it.
         seed: seed of new parameters that start at random; None draws from torch's generator.
-        **hyperparameters: hyper-parameters of the scheme, see its class. Every scheme has `layers` and `window`.
+        **hyperparameters: hyper-parameters of the scheme, see its class. Every scheme has `layers`, `window` and
+            `sinks`.
 
     Returns:
         The model itself.

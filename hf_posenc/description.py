@@ -201,7 +201,5 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
         name: empty.expand(1, getattr(call, name).shape[1], size, getattr(call, name).shape[3])
         for name, size in lengths.items()
     }
-    positions = Positions.causal(length, keys, call.query.device)
-    if (window := on_attention(attention).window) is not None:
-        positions = positions.within(window)
+    positions = on_attention(attention).within_window(Positions.causal(length, keys, call.query.device))
     return replace(call, positions=positions, **tensors)

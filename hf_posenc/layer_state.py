@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from .modules import Reference
+from .positions import DensePositions, Positions
 
 STATE = "posenc_state"
 """Name of the attribute that holds the state."""
@@ -25,6 +26,8 @@ class OnAttention:
     Attributes:
         engine: `auto` or an engine's name.
         window: sliding window in tokens, in addition to the mask.
+        kept_first: number of first tokens that stay visible behind that window, the `sinks` of a scheme. The learned
+            sink logits of some bases, `Call.sinks`, are something else.
         heads: number of query heads that calls must have; None means the number in the config.
         family: model type of the family whose methods replace the stock forward.
         rotation: reference to the module whose cosines and sines those methods use to rotate queries and keys.
@@ -36,12 +39,17 @@ class OnAttention:
 
     engine: str = "auto"
     window: int | None = None
+    kept_first: int = 0
     heads: int | None = None
     family: str = ""
     rotation: Reference | None = None
     pairs: str = "half"
     cache: tuple[int, str] = (0, "")
     exchange: Any = None
+
+    def within_window(self, positions: Positions | DensePositions) -> Positions | DensePositions:
+        """Return positions with the attention's own window, if it has one."""
+        return positions if self.window is None else positions.within(self.window, self.kept_first)
 
 
 @dataclass(frozen=True)

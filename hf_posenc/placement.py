@@ -37,6 +37,10 @@ class Placed(Protocol):
     def window(self) -> int | None:
         """Sliding window of its layers, in tokens."""
 
+    @property
+    def sinks(self) -> int | None:
+        """Number of first tokens that stay visible behind the window."""
+
 
 class Carrier(Protocol):
     """The attributes of a model, or of its family, that decide which attention function its layers need."""

@@ -39,6 +39,11 @@ INTEGER_MASK = (
 
 FRACTIONS = "position_ids count tokens, so they must be integers, not {dtype}"
 
+UNKNOWN_FIRST = (
+    "the scheme keeps the first tokens of each sequence visible (sinks), and a 4-D attention mask does not say which "
+    "these are: pass a 2-D mask (batch, keys), or position_ids that start again at each packed document"
+)
+
 SHOWS_FUTURE = (
     "the attention mask shows a query keys that come after it, but schemes define only distances to earlier keys: pass "
     "a causal mask (False, the dtype's minimum or -inf wherever the key comes later), or unpatch the model"
@@ -84,6 +89,8 @@ class Positions:
         window: (B|1, 1) sliding window: a query sees a key if its slot is less than `window` behind the query's.
         query_resumed: (B|1, Q) the count of `generate` when it goes on after right padding: 1 at the first token behind
             the last padding. Before that padding it is the position.
+        key_kept: (B|1, L) True for keys that stay visible behind the window, the first tokens of each document. None
+            means no such keys.
     """
 
     query_positions: Tensor
@@ -96,6 +103,7 @@ class Positions:
     key_segment: Tensor
     window: Tensor
     query_resumed: Tensor
+    key_kept: Tensor | None = None
 
     @classmethod
     def causal(
@@ -123,15 +131,29 @@ class Positions:
         """Return which keys each query may attend to, (B|1, 1, Q, L) bool."""
         lag = self.query_index[:, :, None] - self.key_index[:, None, :]
         same_segment = self.query_segment[:, :, None] == self.key_segment[:, None, :]
-        return ((lag >= 0) & (lag < self.window[:, :, None]) & same_segment & self.key_valid[:, None, :])[:, None]
+        near = lag < self.window[:, :, None]
+        if self.key_kept is not None:
+            near |= self.key_kept[:, None, :]
+        return ((lag >= 0) & near & same_segment & self.key_valid[:, None, :])[:, None]
 
     def mask(self, logits: Tensor) -> Tensor:
         """Return the logits (B, H, Q, L) with invisible keys at the dtype's minimum."""
         return logits.masked_fill(~self.visible(), torch.finfo(logits.dtype).min)
 
-    def within(self, window: int) -> Positions:
-        """Return these positions with a sliding window of at most this many tokens."""
-        return replace(self, window=self.window.clamp(max=window))
+    def within(self, window: int, kept_first: int = 0) -> Positions:
+        """Return these positions with a sliding window of at most this many tokens.
+
+        Args:
+            window: number of tokens.
+            kept_first: number of tokens at the start of each document that stay visible. Padding does not count.
+        """
+        windowed = replace(self, window=self.window.clamp(max=window))
+        if kept_first == 0:
+            return windowed
+        count = self.key_valid.cumsum(-1)
+        starts = torch.nn.functional.pad(self.key_segment[:, 1:] != self.key_segment[:, :-1], (1, 0), value=True)
+        before = torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values  # tokens of other documents
+        return replace(windowed, key_kept=self.key_valid & (count - before <= kept_first))
 
     def divided_at(self, starts: Tensor) -> Tensor:
         """Return whether a new document starts at every one of these tokens, as a bool tensor ().
@@ -208,8 +230,14 @@ class DensePositions:
             return logits + self.seen
         return logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min)
 
-    def within(self, window: int) -> DensePositions:
-        """Return these positions with a sliding window of at most this many tokens, by distance."""
+    def within(self, window: int, kept_first: int = 0) -> DensePositions:
+        """Return these positions with a sliding window of at most this many tokens, by distance.
+
+        Raises:
+            ValueError: if tokens at the start are to stay visible. The mask does not say where documents start.
+        """
+        if kept_first:
+            raise ValueError(UNKNOWN_FIRST)
         near = self.pairs < window
         if self.seen.is_floating_point():
             return replace(self, seen=self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min))

@@ -406,7 +406,8 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
                 undo.make(SetModule(attention, "posenc_additions", Additions()))
             # The eager attention has only the base's own window, and only the rotation that the layer hands over.
             window = family.attention and family.attention.window(attention)
-            undo.make(Keep(attention, on_attention, {"engine": "reference", "window": window, "rotation": None}))
+            stock = {"engine": "reference", "window": window, "kept_first": 0, "rotation": None}
+            undo.make(Keep(attention, on_attention, stock))
             plain = first(attention(hidden, *args, **kwargs))
             reversed_kwargs = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
             # The residual holds positions, but comes from outside the attention.

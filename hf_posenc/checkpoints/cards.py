@@ -7,6 +7,7 @@ import json
 from huggingface_hub import ModelCardData
 
 from ..registry import scheme_class
+from ..schemes.base import EVERY_SCHEME
 from ..version import INSTALL
 from .headers import JsonObject
 from .markdown import code, plain
@@ -76,8 +77,9 @@ def _describe_scheme(scheme: JsonObject) -> str:
 
 
 def hyperparameter_table(values: dict[str, object]) -> str:
-    """Return a table of a scheme's hyper-parameters, without `layers`, and without `window` if it is None."""
-    shown = {key: value for key, value in values.items() if key != "layers" and (key != "window" or value is not None)}
+    """Return a table of a scheme's hyper-parameters, without `layers`; `window` and `sinks` only where they are set."""
+    unset = {key for key in EVERY_SCHEME if values.get(key) is None}
+    shown = {key: value for key, value in values.items() if key not in {"layers", *unset}}
     if not shown:
         return "It has no hyper-parameters."
     rows = (f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |" for key, value in shown.items())

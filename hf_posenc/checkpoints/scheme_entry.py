@@ -61,7 +61,8 @@ def read_schemes(entry: object) -> list[JsonObject]:
     if not isinstance(entry, dict):
         return []
     if isinstance(listed := entry.get(SCHEMES), list):
-        return [dict(item) for item in listed if isinstance(item, dict) and isinstance(item.get("scheme"), str)]
+        named = [item for item in listed if isinstance(item, dict) and isinstance(item.get("scheme"), str)]
+        return [{**item, "sinks": item.get("sinks")} for item in named]  # development versions of 0.2 had no sinks
     if not isinstance(entry.get("scheme"), str):
         return []
     return [{**dict.fromkeys(EVERY_SCHEME), **{key: entry[key] for key in entry if key != VERSION_KEY}}]

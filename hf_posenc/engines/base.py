@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention_call import Call
 from ..forms import Form, is_one_of
-from ..positions import DensePositions
+from ..positions import DensePositions, Positions
 
 
 class Engine:
@@ -97,4 +97,13 @@ def why_not_in_blocks(call: Call) -> str | None:
         return "attention weights were asked for, which only the reference engine has"
     if isinstance(call.positions, DensePositions):
         return "the mask is given pair by pair"
+    return None
+
+
+def why_not_near_keys(call: Call) -> str | None:
+    """Return why a call cannot be computed from blocks of near keys alone, or None if it can."""
+    if (reason := why_not_in_blocks(call)) is not None:
+        return reason
+    if isinstance(call.positions, Positions) and call.positions.key_kept is not None:
+        return "the first tokens stay visible behind the window, and it computes near keys only"
     return None

@@ -92,7 +92,7 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def cut(positions: Positions, queries: slice, keys: slice) -> Positions:
+def cut(positions: Positions, queries: slice, keys: slice | Tensor) -> Positions:
     """Return the positions of some of the queries and keys."""
     return replace(
         positions,
@@ -104,15 +104,23 @@ def cut(positions: Positions, queries: slice, keys: slice) -> Positions:
         key_index=positions.key_index[:, keys],
         key_valid=positions.key_valid[:, keys],
         key_segment=positions.key_segment[:, keys],
+        key_kept=None if positions.key_kept is None else positions.key_kept[:, keys],
     )
 
 
-def _seen(positions: Positions, queries: slice) -> slice:
-    """Return the keys that any query of the chunk may see by order and window. Keys must be in causal order."""
+def _seen(positions: Positions, queries: slice) -> slice | Tensor:
+    """Return the keys that any query of the chunk may see by order and window. Keys must be in causal order.
+
+    They are a slice, or indices where first keys stay visible before the window.
+    """
     index = positions.query_index[:, queries]
     if index.is_cuda:  # cutting keys off would read values, which waits for the device
         return slice(0, positions.key_index.shape[-1])
     key_index = positions.key_index
     end = int((key_index <= index.max()).sum(-1).max())
     first = int((key_index <= index.min() - positions.window.max()).sum(-1).min())
-    return slice(min(first, end), end)
+    first = min(first, end)
+    if positions.key_kept is None or not bool(positions.key_kept[:, :first].any()):
+        return slice(first, end)
+    kept = positions.key_kept[:, :first].any(0).nonzero()[:, 0]
+    return torch.cat([kept, torch.arange(first, end, device=kept.device)])

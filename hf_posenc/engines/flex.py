@@ -51,7 +51,7 @@ from ..forms import Bias, ClippedVectors, Factors, Form, Slopes, for_form
 from ..positions import Positions
 from . import selftest
 from .banded import EPSILON
-from .base import Engine, why_not_in_blocks
+from .base import Engine, why_not_near_keys
 
 BLOCK = 128
 """Queries and keys per block."""
@@ -446,7 +446,7 @@ class Flex(Engine):
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        if (reason := why_not_in_blocks(call)) is not None:
+        if (reason := why_not_near_keys(call)) is not None:
             return reason
         if call.dropout > 0:
             return "attention dropout needs the weights"

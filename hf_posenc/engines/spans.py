@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention_call import Call
 from ..forms import Form
 from ..positions import Positions
-from .base import Engine, why_not_in_blocks
+from .base import Engine, why_not_near_keys
 
 F = TypeVar("F", bound=Form)
 S = TypeVar("S")
@@ -91,7 +91,7 @@ class SpanEngine(Engine, Generic[F]):
     """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory."""
 
     def why_not(self, call: Call) -> str | None:
-        if (reason := why_not_in_blocks(call)) is not None:
+        if (reason := why_not_near_keys(call)) is not None:
             return reason
         if call.query.device.type != "cpu":
             return f"it is written for CPUs, the tensors are on {call.query.device.type}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .. import families
 from ..dims import Dims
@@ -218,6 +218,12 @@ class BaseModel:
             if window is not None:
                 windows[layer] = window
         return windows
+
+    @property
+    def layers_that_forget(self) -> set[int]:
+        """Layers whose caches in transformers hold the last keys only, for sliding windows and chunks."""
+        slides = DynamicCache(config=self.config).is_sliding
+        return {*self.windows, *(layer for layer, forgets in enumerate(slides) if forgets)}
 
     def require_own_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if the model cannot use the attention function of this package.

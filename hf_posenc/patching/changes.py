@@ -32,6 +32,7 @@ from ..upstream.token_numbers import cache_argument, require_known_cache, wrap_c
 from .hooks import (
     enter_layer,
     hand_down_position_ids,
+    place_held_keys,
     require_attention,
     require_counts,
     require_one_coordinate,
@@ -354,12 +355,15 @@ def place(plan: Plan) -> Changes:
         if site.scheme.window is not None:
             for layer in site.layers:
                 if (attention := plan.base.found.attention_of.get(layer)) is not None:
-                    changes.add(Keep(attention, on_attention, {"window": site.scheme.window}))
+                    state = {"window": site.scheme.window, "kept_first": site.scheme.sinks or 0}
+                    changes.add(Keep(attention, on_attention, state))
     if (base_scheme := plan.base_scheme) is not None:
         sites.append(ModelSite(changes, base_scheme, BASE_MARKER))
         base_scheme.acts_on.put(base_scheme, sites[-1])
     if plan.attends:
-        changes.add(AttendThroughUs(plan.base, plan.attention), AddPreHook(plan.base.found.decoder, require_attention))
+        decoder = plan.base.found.decoder
+        changes.add(AttendThroughUs(plan.base, plan.attention))
+        changes.add(AddPreHook(decoder, require_attention), AddPreHook(decoder, place_held_keys))
     if any(site.scheme.acts_on.uses_tokens() for site in sites):
         _wrap_caches(changes)
     _mark_layers(changes, sites)

@@ -1,4 +1,4 @@
-"""Resolve the `layers` and `window` of schemes to layer indices and numbers of tokens."""
+"""Resolve `layers`, `window` and `sinks` of schemes to layer indices and numbers of tokens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..schemes.base import Scheme
 
 
 def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, ...]:
-    """Return the schemes with `layers` as indices and `window` as an int, after checking both.
+    """Return the schemes with `layers` as indices, `window` and `sinks` as ints, after checking them.
 
     Raises:
         UnsupportedModelError: if a scheme cannot act in a layer.
-        TypeError: if `layers` or `window` is of a wrong type.
-        ValueError: if a layer does not exist, two schemes name one layer, or a window changes nothing.
+        TypeError: if `layers`, `window` or `sinks` is of a wrong type.
+        ValueError: if a layer does not exist, two schemes name one layer, a window changes nothing, or sinks have none.
     """
     layer_types = getattr(base.config, "layer_types", None)
     selected = [
@@ -29,12 +29,20 @@ def choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[Scheme, .
     ]
     rest = _find_rest(schemes, selected, base)
     chosen = tuple(
-        replace(scheme, layers=rest if _is_rest(layers) else layers, window=_parse_window(scheme))
+        replace(
+            scheme,
+            layers=rest if _is_rest(layers) else layers,
+            window=_parse_tokens(scheme, "window", "the token itself, "),
+            sinks=_parse_tokens(scheme, "sinks"),
+        )
         for scheme, layers in zip(schemes, selected, strict=True)
     )
     _check_layers(chosen, base)
     for scheme in chosen:
         _check_window(scheme, base)
+    windowed = [layer for scheme in chosen if scheme.window is not None for layer in base.layers_of(scheme)]
+    if twice := sorted({layer for layer in windowed if windowed.count(layer) > 1}):
+        raise ValueError(f"layer {twice[0]} gets a window from two schemes: give it to one of them")
     return chosen
 
 
@@ -93,9 +101,16 @@ def _check_layers(schemes: Sequence[Scheme], base: BaseModel) -> None:
 
 
 def _check_window(scheme: Scheme, base: BaseModel) -> None:
-    """Raise ValueError if a window would change nothing in a layer."""
+    """Check that a scheme's window and sinks act in each of its layers.
+
+    Raises:
+        UnsupportedModelError: if the base's own caches would drop the sinks.
+        ValueError: if a window would change nothing, or there are sinks without a window.
+    """
     window, windows = scheme.window, base.windows
     if window is None:
+        if scheme.sinks is not None:
+            raise ValueError(f"{scheme.name}: sinks={scheme.sinks} are first tokens that a window passes: give window=")
         return
     for layer in base.layers_of(scheme):
         if scheme.layers is not None and layer not in base.sizes:
@@ -105,20 +120,30 @@ def _check_window(scheme: Scheme, base: BaseModel) -> None:
                 f"{scheme.name}: window={window} would change nothing in layer {layer}, which has a sliding window of "
                 f"{base_window} tokens: give a smaller one, or name other layers"
             )
+        if scheme.sinks is not None and layer in base.layers_that_forget:
+            raise UnsupportedModelError(
+                f"{scheme.name}: sinks={scheme.sinks} cannot act in layer {layer} of {base.name}, which has a sliding "
+                "window or chunks of its own: its caches drop the first tokens. Name other layers"
+            )
 
 
-def _parse_window(scheme: Scheme) -> int | None:
-    """Return a scheme's window as an int. Raise TypeError or ValueError if it is no number of tokens."""
-    if scheme.window is None:
+def _parse_tokens(scheme: Scheme, field: str, least: str = "") -> int | None:
+    """Return a field as an int. Raise TypeError or ValueError if it is no number of tokens.
+
+    Args:
+        scheme: the scheme.
+        field: `window` or `sinks`.
+        least: explains in the message why the smallest number is 1.
+    """
+    value = getattr(scheme, field)
+    if value is None:
         return None
-    if isinstance(scheme.window, bool) or not isinstance(scheme.window, SupportsIndex):
-        raise TypeError(f"{scheme.name}: window must be a number of tokens or None, not {scheme.window!r}")
-    window = operator.index(scheme.window)
-    if not 1 <= window < NO_WINDOW:
-        raise ValueError(
-            f"{scheme.name}: window must be at least 1, the token itself, and below {NO_WINDOW}, not {window}"
-        )
-    return window
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{scheme.name}: {field} must be a number of tokens or None, not {value!r}")
+    number = operator.index(value)
+    if not 1 <= number < NO_WINDOW:
+        raise ValueError(f"{scheme.name}: {field} must be at least 1, {least}and below {NO_WINDOW}, not {number}")
+    return number
 
 
 def _select_layers(

@@ -12,6 +12,7 @@ from ..live.watch import Args, Kwargs
 from ..positions import ROWS, ensure, unpack
 from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
+from ..upstream.endless_cache import EndlessCache
 from ..upstream.masks import check_masks
 from ..upstream.position_channel import as_channel, positions_of
 from ..upstream.rotary import handed_down, turn_layer
@@ -129,3 +130,16 @@ def require_attention(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
             f"would be ignored: set it back to {NAME!r}, or unpatch the model"
         )
     check_masks((*args, *kwargs.values()))
+
+
+def place_held_keys(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+    """Forward pre-hook of a decoder: with an `EndlessCache`, replace the mask by the channel of the keys it holds."""
+    arguments = {**dict(zip(on_decoder(decoder).arguments, args, strict=False)), **kwargs}
+    cache = arguments.get("past_key_values")
+    if not isinstance(cache, EndlessCache):
+        return None
+    tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
+    if tokens is None:
+        return None  # the decoder refuses the call
+    mask: Any = arguments.get("attention_mask")
+    return (), {**arguments, "attention_mask": cache.channel(decoder, tokens, mask)}

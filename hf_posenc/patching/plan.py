@@ -126,7 +126,7 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     Raises:
         UnsupportedModelError: if the model or one of its settings cannot carry a scheme, or somebody has replaced the
             forward of an attention that has to carry one.
-        TypeError: if `layers` or `window` is of a wrong type.
+        TypeError: if `layers`, `window` or `sinks` is of a wrong type.
         ValueError: if hyper-parameters do not fit the model, or two schemes name one layer.
     """
     base = BaseModel.of(model)

@@ -29,7 +29,7 @@ from ..modules import (
 )
 from ..placement import OnHidden, OnQueries, OnRotary, OnScores, OnTokens, Placement, RopeParameters
 
-EVERY_SCHEME = ("layers", "window")
+EVERY_SCHEME = ("layers", "window", "sinks")
 """The hyper-parameters that every scheme has."""
 
 
@@ -43,6 +43,10 @@ class Scheme:
             other scheme names, or None for every layer. All other layers keep the base's positions.
         window: sliding window of its layers in tokens: a query sees its own token and the `window - 1` tokens before.
             None leaves the base's window.
+        sinks: number of tokens at the start of each sequence, or of each packed document, that every query sees, also
+            when the window has passed them (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453). Padding does not count.
+            These keys keep their own positions, so their distance grows with the text; StreamingLLM counts positions in
+            its cache instead. None means 0. The learned sink logits of some bases are something else: no tokens.
     """
 
     name: ClassVar[str]
@@ -52,6 +56,7 @@ class Scheme:
 
     layers: Layers = None
     window: int | None = None
+    sinks: int | None = None
 
     @property
     def acts_on(self) -> Placement:

@@ -135,14 +135,12 @@ def scheme_attention(
             raise ValueError(NO_NUMBERS.format(name=type(module).__name__))
         key, numbers = parts
     positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, has_cache)
-    if state.window is not None:
-        positions = positions.within(state.window)
     attention: Any = module
     call = Call(
         query,
         key,
         value,
-        positions,
+        state.within_window(positions),
         scaling=attention.scaling if scaling is None else scaling,
         vector_scaling=attention.scaling,
         softcap=softcap,

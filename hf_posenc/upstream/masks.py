@@ -202,7 +202,7 @@ def position_channel(
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
     valid = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    arguments = _count(valid, query_index, key_index)
+    arguments = count_positions(valid, query_index, key_index)
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
     shape = _shape_of(mask_function, query_index, key_index, batch_size, same_tokens, kwargs.get("config"))
     if shape is None or "causal" not in shape:
@@ -236,7 +236,7 @@ def position_channel(
     )
 
 
-def _count(valid: Tensor | None, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
+def count_positions(valid: Tensor | None, query_index: Tensor, key_index: Tensor) -> dict[str, Tensor]:
     """Return the arguments of `positions.pack` that depend on padding.
 
     Args:

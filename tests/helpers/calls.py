@@ -74,6 +74,10 @@ def windowed(length, window):
     return unpack(pack(index, index, window=window), length), None
 
 
+def first_kept(positions, shown, window):
+    return positions.within(window, 3), shown
+
+
 def static_cache(queries, filled, size, window=None):
     query_index = torch.arange(filled - queries, filled)[None]
     return unpack(pack(query_index, torch.arange(size)[None], window=window), queries), None
@@ -98,6 +102,8 @@ SITUATIONS = {
     "left-padded": lambda: left_padded(90, 13),
     "packed": lambda: packed([40, 3, 50]),
     "sliding window": lambda: windowed(100, 9),
+    "left-padded, first keys kept": lambda: first_kept(*left_padded(90, 13), 9),
+    "one query, first keys kept": lambda: first_kept(Positions.causal(1, 90), None, 30),
     "static cache": lambda: static_cache(20, 70, 128),
     "padded cache": lambda: padded_cache(5, 60),
     "one query, static cache with a window": lambda: static_cache(1, 70, 128, window=30),

@@ -327,7 +327,7 @@ ROWS: dict[str, Row] = {
 }
 # What every scheme has.
 for row in ROWS.values():
-    row.values.update(layers=(None, (1,)), window=(None, 18))
+    row.values.update(layers=(None, (1,)), window=(None, 18), sinks=(None, 2))
 
 
 ACTS = {scheme: row.acts for scheme, row in ROWS.items()}

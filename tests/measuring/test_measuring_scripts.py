@@ -61,6 +61,23 @@ def test_calibrations_are_checked(script, tiny_checkpoints, capsys):
     assert f"| t5 | {row['held_out']['swapped']:.3f} |" in capsys.readouterr().out
 
 
+def test_long_texts_are_read_with_and_without_sinks(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
+    sizes = ("--tokens", 96, "--window", 8, "--chunk", 12, "--sections", 2)
+    script("measure_sinks", tiny_checkpoints / "llama", text, *sizes, "--json", found)
+    measured = json.loads(found.read_text())
+    assert shape_of(measured) == shape_of(json.loads((ROOT / "docs/measured/sinks_stories260K.json").read_text()))
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text(), return_tensors="pt").input_ids
+    for sinks, rows in measured["sinks"].items():
+        model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama").eval()
+        patch_model(model, "rope", window=8, sinks=int(sinks) or None)
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(ids[:, :96]).logits[0], ids[0, 1:97], reduction="none")
+        assert [row["loss"] for row in rows] == pytest.approx(losses.view(2, 48).mean(-1).tolist(), abs=1e-4)
+        assert [row["keys"] for row in rows] == [int(sinks) + 7] * 2
+
+
 def test_chosen_layers_are_compared_with_even_ones(script, tiny_checkpoints):
     text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
