@@ -309,6 +309,7 @@ ROWS: dict[str, Row] = {
         variants={"": {}, "low": {"bias": -1.0}},
         values={"bias": (5.0, 1.0)},
         wrong=[*no_number("bias", "5", True, None), *[("bias", value, ValueError, ["finite"]) for value in (INF, NAN)]],
+        acts={"bias": 0.0},
         properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
     ),
     "cope": Row(

@@ -16,7 +16,7 @@ from families import FAMILIES, LENGTH, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
 from rows import ACTS
-from situations import JOINING, ROTARY_SCHEMES
+from situations import JOINING, ROTARY_SCHEMES, skip_if_refused
 from snapshots import assert_same, logits, snapshot
 from transformers import AutoModelForCausalLM
 
@@ -83,6 +83,7 @@ def is_neutral(model, variant):
 @pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
 def test_unpatch_restores_everything(family, variant):
     scheme, hyperparameters = VARIANTS[variant]
+    skip_if_refused(scheme, family)
     model = tiny(family)
     before = snapshot(model)
     neutral = is_neutral(model, variant)
@@ -248,6 +249,7 @@ def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme,
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 def test_hooks_that_were_there_stay_and_ours_go(family, scheme):
     """Handles of hooks registered before, between and after stay valid, whatever the order of removal."""
+    skip_if_refused(scheme, family)
     model = tiny(family)
     layer = model.get_submodule("transformer.h.0" if family == "gpt2" else "model.layers.0")
     calls = []
@@ -384,7 +386,7 @@ def test_unpatch_after_a_cast_is_the_stock_model_cast(family, scheme):
     # The base's own rotary module was kept aside, in the precision it had: as when a model is loaded in bfloat16.
     # `rope` as the base has it leaves the module in its place, and so does what joins the base's rotation.
     for name, buffer in tiny(family).named_buffers():
-        if name.endswith("inv_freq") and scheme not in ROTARY_SCHEMES + JOINING:
+        if name.endswith("inv_freq") and scheme not in (*ROTARY_SCHEMES, *JOINING):
             owner, _, leaf = name.rpartition(".")
             setattr(expected.get_submodule(owner), leaf, buffer)
     assert {key: value.dtype for key, value in model.state_dict().items()} == {

@@ -12,6 +12,7 @@ from decoders import SIZES
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from multimodal import TOKENS, class_of, multimodal, seen_and_read
 from rows import ACTS
+from situations import skip_if_refused
 from snapshots import assert_same, snapshot
 
 import hf_posenc
@@ -39,6 +40,7 @@ def run(model, **inputs):
 @pytest.mark.parametrize("model_type", FEW)
 def test_the_whole_computes_what_its_language_model_does_when_patched_by_itself(model_type, scheme):
     """What that computes is compared with the stock model's own eager attention in test_every_decoder.py."""
+    skip_if_refused(scheme, model_type)
     whole = multimodal(model_type)
     stock = run(whole, input_ids=IDS)
     alone = copy.deepcopy(language_model(whole))
