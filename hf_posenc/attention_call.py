@@ -115,21 +115,13 @@ class Call:
         return keys
 
     def gate_bias(self) -> Tensor:
-        """Return the sum of `log_gates` over the tokens after each key, up to the query, (B, H, Q, L).
+        """Return the sum of `log_gates` over the visible tokens after each key, (B, H, Q, L).
 
-        The last key that a query sees counts as its own. Padding has no gate. The values of invisible keys are
-        meaningless. The sums are taken in float64, so that long ones keep the digits of near keys.
+        A sum begins at the query. So the sums of near keys keep their digits, however many tokens come before.
         """
         assert self.log_gates is not None
-        gates = self.log_gates
-        if not isinstance(self.positions, DensePositions):
-            gates = gates.masked_fill(~self.positions.key_valid[:, None], 0)
-        behind = torch.nn.functional.pad(gates[..., 1:], (0, 1)).double()
-        behind = behind.flip(-1).cumsum(-1).flip(-1)  # over all tokens after the key
-        visible = self.visible().any(1)
-        own = torch.where(visible, torch.arange(visible.shape[-1], device=visible.device), 0).amax(-1)
-        behind_query = behind.gather(-1, own[:, None].expand(*behind.shape[:2], -1))
-        return (behind[:, :, None] - behind_query[..., None]).to(gates.dtype)
+        gates = self.log_gates[:, :, None].masked_fill(~self.visible(), 0)
+        return torch.nn.functional.pad(gates[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
     def scores(self) -> Tensor:
         """Return the scores of a widened call before masking, (B, H, Q, L)."""

@@ -23,14 +23,15 @@ from .base import TokenScheme, init
 class Forgetting(TokenScheme):
     """Forget gates, as in the Forgetting Transformer (FoX). They join the positions that their layers have.
 
-    Equation (1) to (4): the token at `t`, whose hidden state `x_t` enters the attention, has a gate for each head,
+    Equation: the token at `t`, whose hidden state `x_t` enters the attention, has a gate for each head,
     `f_t = sigmoid(w . x_t + b)`. The score of query `i` and key `j` gets the bias
     `D_ij = log f_(j+1) + ... + log f_i`, which is 0 for the token itself. `w` and `b` are trained.
 
     Beyond the training length: no limit; gates depend on tokens and not on positions.
     Deviations: `w` starts at 0 and `b` at `bias`, so that a trained model hardly changes. At the start `D_ij` is
     `-log(1 + exp(-bias))` for each token of distance. With 5 that is -0.0067, so no score changes by more than 0.0067
-    times the distance. Padding has no gate. The paper's gates of outputs and its norms are not part of the scheme.
+    times the distance. Tokens that a query cannot see, such as padding, have no gate for it. The paper's gates of
+    outputs and its norms are not part of the scheme.
     Source: Lin et al. 2025, arXiv:2503.02130.
 
     Args:

@@ -715,7 +715,7 @@ TEMPERATURE = [
 ]
 
 
-# --- forgetting: Lin et al. 2025, equation (4): the logit gets log of the product of f_t over j < t <= i, where
+# --- forgetting: Lin et al. 2025: the logit gets log of the product of f_t over j < t <= i, where
 # f_t = sigmoid(w . x_t + b) and x_t is the hidden state that enters the attention
 
 
