@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..did_you_mean import did_you_mean
 from ..dims import Dims
+from ..frequency_edits import EDITS, apply_edit, check_edit
 from ..placement import RopeParameters
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype
 from .base import PROPORTIONAL, ReadFrequencies, RotaryScheme, by_layer_type
-from .frequency_edits import EDITS, apply_edit, check_edit
 
 _LENGTH = "original_max_position_embeddings"
 """Key of `rope_parameters` for the length at which the model was trained."""

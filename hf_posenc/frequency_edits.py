@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..did_you_mean import did_you_mean
+from .did_you_mean import did_you_mean
 
 Frequencies = tuple[float, ...]
 """One angle per token for each rotated pair, in radians, (F,)."""
