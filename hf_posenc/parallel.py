@@ -46,6 +46,7 @@ from .layer_state import on_attention, on_decoder
 from .live.patch_record import patch_of
 from .live.undo import AddPreHook, Keep, SetAttribute, Undo
 from .live.watch import Args, Kwargs
+from .schemes.base import by_layer_type, depends_on_length
 from .upstream import NAME
 from .upstream.masks import causal_documents, position_channel
 
@@ -291,10 +292,11 @@ def _require_divisible(model: object) -> tuple[Family, Resolved]:
 
 def _check_rotary(decoder: nn.Module) -> None:
     for module in decoder.modules():
-        rope_types = getattr(module, "rope_type", None)  # one name, or a dict: layer type -> name
-        for rope_type in rope_types.values() if isinstance(rope_types, dict) else [rope_types]:
-            if rope_type in ("dynamic", "longrope"):
-                raise UnsupportedModelError(LENGTH_DEPENDENT.format(kind=rope_type))
+        if hasattr(module, "rope_type"):  # a rotary module of transformers
+            config: Any = module.config
+            for each in by_layer_type(config.rope_parameters).values():
+                if depends_on_length(each):
+                    raise UnsupportedModelError(LENGTH_DEPENDENT.format(kind=each["rope_type"]))
 
 
 def _check_distributed() -> None:

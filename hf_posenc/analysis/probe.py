@@ -23,10 +23,11 @@ from ..live.base_model import BaseModel
 from ..live.patch_record import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
 from ..patching.changes import NoEmbedding, seeded
+from ..placement import RopeParameters
 from ..positions import DensePositions
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream import NAME
-from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, scaling_types
+from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, read_frequencies, scaling_types
 
 K = TypeVar("K")
 
@@ -115,7 +116,10 @@ class _OneLayerModel:
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Fit the scheme to a base that rotates nothing."""
         scheme.check(self.dims)
-        return scheme.with_base({}, self.trained_length, scaling_types())
+        completed = scheme.with_base({}, self.trained_length, scaling_types())
+        return completed.with_frequencies(
+            lambda parameters: read_frequencies(self._rotary(parameters), parameters), self.trained_length
+        )
 
     def has_own_rotation(self, scheme: RotaryScheme) -> bool:
         """Return False, because this model rotates nothing."""
@@ -157,9 +161,13 @@ class _OneLayerModel:
         if parameters is None:
             rotary: nn.Module = scheme.build(self.dims)
         else:
-            config = LlamaConfig(max_position_embeddings=self.trained_length)
-            rotary = make_rotary(parameters, config, self.dims, None, False)
+            rotary = self._rotary(parameters)
         self.modules += [rotary, PartialRotary(rotary, self.dims.head_dim)]
+
+    def _rotary(self, parameters: RopeParameters) -> nn.Module:
+        """Return a rotary module of transformers with these `rope_parameters`."""
+        config = LlamaConfig(max_position_embeddings=self.trained_length)
+        return make_rotary(parameters, config, self.dims, None, False)
 
 
 def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tensor | None:

@@ -34,7 +34,7 @@ def export_stock(
 
     A stock class can compute
 
-    - `rope` and its scalings on families that rotate by themselves;
+    - `rope`, its scalings and any frequencies on families that rotate by themselves;
     - `nope` in all or some layers of llama and smollm3, as a SmolLM3 that leaves these layers unrotated;
     - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model.
 

@@ -30,7 +30,7 @@ from ..live.patch_record import without_adapter
 from ..measurement import Result
 from ..modules import PositionEmbedding
 from ..patching.changes import NoEmbedding
-from ..schemes.base import by_layer_type
+from ..schemes.base import by_layer_type, depends_on_length
 from ..upstream.rotary import IdentityRotary
 from .batches import IGNORED, Reader, progress_bar, reading, token_losses
 from .context import PositionLoss, check_documents, losses_by_position, position_edges
@@ -38,9 +38,6 @@ from .perplexity import Perplexity
 
 KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers of transformers that store only keys and values of single tokens."""
-
-LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Values of `rope_type` whose frequencies depend on the number of tokens read so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +184,8 @@ def _reasons_against_memory(model: PreTrainedModel) -> Iterator[str]:
     rotations = [parameters or {} for scheme in schemes for parameters in scheme.acts_on.rotations(scheme)]
     if not isinstance(rotary, IdentityRotary | None):
         rotations.append(base.rotation.own())
-    kinds = {str(each.get("rope_type")) for rotation in rotations for each in by_layer_type(rotation).values()}
-    if by_length := sorted(kinds.intersection(LENGTH_DEPENDENT)):
+    every = [each for rotation in rotations for each in by_layer_type(rotation).values()]
+    if by_length := sorted(str(each["rope_type"]) for each in every if depends_on_length(each)):
         yield (
             f"the rotary frequencies of this {base.name} depend on the length that has been read (rope_type "
             f"{by_length[0]}), and the keys in memory were rotated with other frequencies"

@@ -24,6 +24,7 @@ from ..upstream.rotary import (
     PartialRotary,
     make_rotary,
     own_rotation,
+    read_frequencies,
     scaling_types,
     turned_dimensions,
 )
@@ -156,8 +157,10 @@ class BaseRotation:
             ValueError: if they name other layer types than the base has.
         """
         parameters = scheme.rope_parameters()
-        if parameters is None:
-            return None
+        return None if parameters is None else self._fit_parameters(parameters, scheme.name)
+
+    def _fit_parameters(self, parameters: RopeParameters, name: str = Rope.name) -> RopeParameters:
+        """Return `rope_parameters` of the scheme `name` with the keys that this base's config has."""
         of_base = by_layer_type(self.own())
         wanted = {layer_type: dict(rotation) for layer_type, rotation in by_layer_type(parameters).items()}
         if None in wanted and None not in of_base:
@@ -165,10 +168,12 @@ class BaseRotation:
         if set(wanted) != set(of_base):
             base_types = ", ".join(str(layer_type) for layer_type in of_base if layer_type is not None)
             raise ValueError(
-                f"{scheme.name}: rope_parameters name the layer types {', '.join(map(str, wanted))}, this base has "
+                f"{name}: rope_parameters name the layer types {', '.join(map(str, wanted))}, this base has "
                 f"{base_types or 'none'}"
             )
         for layer_type, rotation in wanted.items():
+            if rotation.get("rope_type") == "longrope" and self.length is not None:
+                rotation.setdefault(ORIGINAL_LENGTH, self.length)
             if rotation.setdefault("partial_rotary_factor", 1.0) == 1.0:
                 if "partial_rotary_factor" not in of_base[layer_type]:
                     del rotation["partial_rotary_factor"]
@@ -250,7 +255,14 @@ class BaseRotation:
             ) from error
 
     def _complete(self, scheme: RotaryScheme) -> RotaryScheme:
-        return scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)
+        completed = scheme.with_base(self.own(), self.length, scaling_types(), self.pairs)
+        return completed.with_frequencies(self._read_frequencies, self.length)
+
+    def _read_frequencies(self, parameters: RopeParameters) -> dict[Any, tuple[tuple[float, ...], str | None]]:
+        """Return the frequencies of `rope_parameters` on this base, see `ReadFrequencies`."""
+        fitted = self._fit_parameters(parameters)
+        with torch.device("cpu"):  # a checkpoint is loaded on the device meta, where there are no numbers
+            return read_frequencies(self.make(fitted), fitted)
 
     def _config(self) -> PreTrainedConfig:
         """Return a config whose `rope_parameters` describe the base's rotation: the model's, a copy, or LLaMA's."""

@@ -7,7 +7,7 @@ query `i` from key `j`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -233,6 +233,18 @@ def by_layer_type(parameters: RopeParameters) -> dict[Any, RopeParameters]:
     return {None: parameters}
 
 
+def depends_on_length(parameters: RopeParameters) -> bool:
+    """Return whether transformers computes other frequencies from `rope_parameters` in a longer context."""
+    kind = parameters.get("rope_type")
+    return kind == "dynamic" or (kind == "longrope" and parameters["short_factor"] != parameters["long_factor"])
+
+
+ReadFrequencies = Callable[[RopeParameters], Mapping[Any, tuple[tuple[float, ...], str | None]]]
+"""Function of `rope_parameters` that returns, for each layer type, the frequencies of the rotated pairs in radians per
+token, and why they are not all there is to the rotation, or None. Where all layers share them, the layer type is None.
+"""
+
+
 class RotaryScheme(Scheme):
     """A scheme that rotates pairs of dimensions of queries and keys by angles that depend on the position."""
 
@@ -272,6 +284,18 @@ class RotaryScheme(Scheme):
         """
         return self
 
+    def with_frequencies(self, read: ReadFrequencies, length: int | None) -> RotaryScheme:
+        """Return the scheme, after `with_base`, with everything that is computed from frequencies.
+
+        Args:
+            read: see `ReadFrequencies`.
+            length: length in tokens at which the base was trained.
+
+        Raises:
+            ValueError: if the scheme is impossible on this base.
+        """
+        return self
+
     def rope_parameters(self) -> RopeParameters | None:
         """Return `rope_parameters` if transformers' rotary modules shall make the angles, or None.
 
@@ -290,10 +314,12 @@ __all__ = [
     "PROPORTIONAL",
     "EmbeddingScheme",
     "QueryScheme",
+    "ReadFrequencies",
     "RotaryScheme",
     "Scheme",
     "ScoreScheme",
     "TokenScheme",
     "by_layer_type",
+    "depends_on_length",
     "init",
 ]

@@ -1,6 +1,7 @@
 """RoPE: queries and keys rotated by their position."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from ..did_you_mean import did_you_mean
 from ..dims import Dims
+from ..frequency_edits import EDITS, apply_edit, check_edit
 from ..placement import RopeParameters
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype
-from .base import RotaryScheme, by_layer_type
+from .base import PROPORTIONAL, ReadFrequencies, RotaryScheme, by_layer_type
 
 _LENGTH = "original_max_position_embeddings"
 """Key of `rope_parameters` for the length at which the model was trained."""
@@ -25,6 +27,18 @@ _EXAMPLES = {kind: f'scaling={{"rope_type": "{kind}", "factor": 2.0}}' for kind 
 
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that are hyper-parameters of `rope` beside `scaling`."""
+
+_FIELDS = (*_BESIDE, "scaling", "frequencies")
+"""Hyper-parameters that can be given by layer type."""
+
+_EDIT_EXAMPLES = {
+    name: f'frequencies={{"name": "{name}"' + (f', "{edit.takes}": 4.0}}' if edit.required else "}")
+    for name, edit in EDITS.items()
+}
+"""Name of an edit of the frequencies -> how to ask for it."""
+
+UNROTATED = 1e30
+"""Factor of `longrope` with which a pair does not rotate: transformers divides its frequency by this number."""
 
 
 @register_scheme
@@ -39,6 +53,7 @@ class Rope(RotaryScheme):
     Deviations: none. Frequencies come from transformers' rotary modules (`ROPE_INIT_FUNCTIONS`). Where the base rotates
     whole heads, `partial_rotary_factor` below 1 leaves the pairs `(u, u + D/2)` of the lowest frequencies unrotated, as
     transformers' `proportional` type does. The rotated pairs have the frequencies of a head of the reduced size.
+    Own frequencies are given to transformers as the factors of its `longrope`.
     Source: Su et al. 2021, arXiv:2104.09864.
 
     A hyper-parameter that is None is taken from the base model, for every layer type if the base has several (Gemma 3).
@@ -54,16 +69,23 @@ class Rope(RotaryScheme):
         scaling: a transformers `rope_parameters` dict: `rope_type` (linear, dynamic, yarn, longrope, llama3 or
             proportional, if the installed version has it) with its parameters. `none` means no scaling, None the base
             model's scaling. A dict of such dicts gives it by layer type.
+        frequencies: angle per token of each rotated pair, in radians from 0 to pi. They take the place of `scaling`.
+            Or an edit of the frequencies that the other hyper-parameters give: `{"name": "soft_clip", "pairs": n}`
+            (None: 5/16 of the pairs), `{"name": "hope", "length": L}` (None: the length at which the base was trained),
+            `{"name": "abf", "factor": s}`, `{"name": "ntk", "factor": s}`. Or a function from their tuple to as many
+            numbers. Edits are made at once: the patched model's scheme has the numbers, or for `abf` and `ntk` the
+            larger `rope_theta`. None edits nothing. A dict with layer types as keys gives them by layer type.
     """
 
     name: ClassVar[str] = "rope"
     known_as: ClassVar[Mapping[str, str]] = {"rotary": "rope"} | {
-        kind: f"rope with {example}" for kind, example in _EXAMPLES.items()
+        kind: f"rope with {example}" for kind, example in (_EXAMPLES | _EDIT_EXAMPLES).items()
     }
     rope_theta: float | dict[str, float] | None = None
     layout: Literal["half", "interleaved"] | None = None
     partial_rotary_factor: float | dict[str, float] | None = None
     scaling: RopeParameters | Literal["none"] | None = None
+    frequencies: tuple[float, ...] | dict[str, Any] | Callable[[tuple[float, ...]], Any] | None = None
 
     @property
     def pairs(self) -> str | None:
@@ -84,6 +106,10 @@ class Rope(RotaryScheme):
                     raise ValueError(f"rope: partial_rotary_factor must be at most 1, not {value}")
         for scaling in self.scalings():
             self.check_scaling(scaling)
+        if isinstance(self.frequencies, list):
+            object.__setattr__(self, "frequencies", tuple(self.frequencies))
+        for frequencies in self._values("frequencies"):
+            _check_frequencies(frequencies)
 
     def check_scaling(self, scaling: object) -> None:
         """Raise TypeError or ValueError for values with which transformers would run, logging only a warning."""
@@ -151,7 +177,7 @@ class Rope(RotaryScheme):
             layout: Any = {"layout": pairs}
             return replace(self, **layout).with_base(rotation, length, types, pairs)
         base_types = by_layer_type(rotation)
-        for field in (*_BESIDE, "scaling"):
+        for field in _FIELDS:
             value = getattr(self, field)
             named = set(value) if _is_by_type(field, value) else set()
             if unknown := sorted(named - set(base_types)):
@@ -160,17 +186,25 @@ class Rope(RotaryScheme):
                 raise ValueError(f"rope: {field} names {', '.join(unknown)}, which this base does not have: {reason}")
         if None in base_types:
             return replace(self, **self._filled(None, rotation, length))
+        if isinstance(self.frequencies, tuple):
+            raise ValueError(
+                f"rope: the layer types of this base have frequencies of their own: give frequencies as a dict with "
+                f"{', '.join(map(str, base_types))}"
+            )
         filled = {kind: self._filled(kind, parameters, length) for kind, parameters in base_types.items()}
-        values: dict[str, Any] = {
-            field: {kind: filled[kind][field] for kind in base_types} for field in (*_BESIDE, "scaling")
-        }
+        values: dict[str, Any] = {field: {kind: filled[kind][field] for kind in base_types} for field in _FIELDS}
+        if not any(values["frequencies"].values()):
+            values["frequencies"] = None
         return replace(self, **values)
 
     def _filled(self, layer_type: str | None, base: RopeParameters, length: int | None) -> dict[str, Any]:
         """Return the fields for one layer type, with everything that was None taken from the base."""
-        chosen = {field: self._of_type(field, layer_type) for field in (*_BESIDE, "scaling")}
-        scaling = chosen["scaling"]
-        if scaling is None:
+        chosen = {field: self._of_type(field, layer_type) for field in _FIELDS}
+        scaling, frequencies = chosen["scaling"], chosen["frequencies"]
+        if _are_numbers(frequencies):
+            self._check_beside_numbers(chosen, base)
+            scaling = "none"
+        elif scaling is None:
             scaling = {key: value for key, value in base.items() if key not in (*_BESIDE, "type")}
             if scaling.get("rope_type", "default") == "default":
                 scaling = "none"
@@ -182,7 +216,81 @@ class Rope(RotaryScheme):
             "rope_theta": chosen["rope_theta"] or base.get("rope_theta") or 10000.0,
             "partial_rotary_factor": chosen["partial_rotary_factor"] or base.get("partial_rotary_factor") or 1.0,
             "scaling": scaling,
+            "frequencies": frequencies,
         }
+
+    def _check_beside_numbers(self, chosen: Mapping[str, Any], base: RopeParameters) -> None:
+        """Raise ValueError if frequencies would replace what the caller or the base says beside them."""
+        scaling = chosen["scaling"]
+        if scaling is not None and scaling != "none":
+            raise ValueError("rope: frequencies are the angles themselves, so scaling would not be read: leave it out")
+        if scaling is None and chosen["rope_theta"] is not None:
+            raise ValueError("rope: frequencies are the angles themselves, so rope_theta would not be read")
+        if scaling is None and (kind := base.get("rope_type", "default")) != "default":
+            raise ValueError(
+                f"rope: frequencies are the angles themselves, and this base has a scaling of type {kind}: give "
+                "scaling='none' as well, which says that they replace it"
+            )
+
+    def with_frequencies(self, read: ReadFrequencies, length: int | None) -> "Rope":
+        """Return the scheme with edits of the frequencies made, see `RotaryScheme.with_frequencies`.
+
+        Raises:
+            ValueError: if an edit is impossible, or if there are not as many frequencies as rotated pairs.
+        """
+        if self.frequencies is None:
+            return self
+        before = replace(self, frequencies=None)
+        edited = {
+            layer_type: self._edited(layer_type, length, *found)
+            for layer_type, found in read(before.rope_parameters()).items()
+        }
+        values: dict[str, Any]
+        if None in edited:
+            values = dict(zip(_FIELDS, edited[None], strict=True))
+        else:
+            values = {field: {kind: each[i] for kind, each in edited.items()} for i, field in enumerate(_FIELDS)}
+            if not any(values["frequencies"].values()):
+                values["frequencies"] = None
+        return replace(self, **values)
+
+    def _edited(
+        self, layer_type: str | None, length: int | None, unedited: tuple[float, ...], obstacle: str | None
+    ) -> tuple[Any, ...]:
+        """Return the fields `_FIELDS` of one layer type, after its edit.
+
+        Args:
+            layer_type: the layer type, or None if all layers share their frequencies.
+            length: length in tokens at which the base was trained.
+            unedited: the frequencies without the edit.
+            obstacle: why these frequencies are not all there is to the rotation, or None.
+        """
+        theta, share, scaling, frequencies = (self._of_type(field, layer_type) for field in _FIELDS)
+        if frequencies is None or not (unedited or _are_numbers(frequencies)):  # an edit, for a type that no layer has
+            return theta, share, scaling, None
+        if isinstance(frequencies, dict) and (stretch := EDITS[frequencies["name"]].stretch) is not None:
+            if frequencies["factor"] == 1 or len(unedited) < 2:
+                raise ValueError(f"rope: {frequencies} would change nothing: {len(unedited)} pairs are rotated")
+            return theta * stretch(frequencies["factor"], len(unedited)), share, scaling, None
+        if not _are_numbers(frequencies):
+            if obstacle is not None:
+                raise ValueError(
+                    f"rope: frequencies cannot be edited here, because {obstacle}: give scaling='none', or another "
+                    "scaling, or the frequencies as numbers"
+                )
+            if callable(frequencies):
+                frequencies = frequencies(unedited)
+                frequencies = frequencies.tolist() if isinstance(frequencies, Tensor) else frequencies
+                frequencies = [float(each) for each in frequencies]
+                _check_frequencies(frequencies)
+            else:
+                frequencies = apply_edit(frequencies, unedited, length, layer_type)
+        if len(frequencies) != len(unedited):
+            reason = f"{len(unedited)} pairs of each head are rotated" if unedited else obstacle
+            raise ValueError(f"rope: {len(frequencies)} frequencies were given, and {reason}")
+        if scaling != "none" and scaling["rope_type"] == PROPORTIONAL:
+            share = 1.0  # whose frequencies are those of the whole head
+        return theta, share, "none", (list if layer_type else tuple)(frequencies)
 
     def _of_type(self, field: str, layer_type: str | None) -> Any:
         """Return the value of a field for one layer type."""
@@ -190,8 +298,8 @@ class Rope(RotaryScheme):
         return value.get(layer_type) if _is_by_type(field, value) else value
 
     def without_scaling(self) -> "Rope":
-        """Return the scheme without scaling, see `Scheme.without_scaling`."""
-        return replace(self, scaling="none")
+        """Return the scheme without scaling and frequencies, see `Scheme.without_scaling`."""
+        return replace(self, scaling="none", frequencies=None)
 
     def scalings(self) -> list[RopeParameters]:
         """Return every scaling of the scheme, as `rope_parameters` of transformers."""
@@ -212,7 +320,45 @@ class Rope(RotaryScheme):
     def _parameters(self, layer_type: str | None) -> RopeParameters:
         scaling = self._of_type("scaling", layer_type)
         parameters = {"rope_type": "default"} if scaling == "none" else scaling
-        return {**parameters, **{field: self._of_type(field, layer_type) for field in _BESIDE}}
+        beside = {field: self._of_type(field, layer_type) for field in _BESIDE}
+        if _are_numbers(frequencies := self._of_type("frequencies", layer_type)):
+            parameters = _as_longrope(frequencies, beside["rope_theta"])
+        return {**parameters, **beside}
+
+
+def _as_longrope(frequencies: Sequence[float], theta: float) -> RopeParameters:
+    """Return `rope_parameters` with which transformers rotates by these frequencies, in contexts of any length."""
+    count = len(frequencies)
+    factors = [theta ** (-u / count) / w if w else UNROTATED for u, w in enumerate(frequencies)]
+    same = {"short_factor": factors, "long_factor": [*factors]}
+    return {
+        "rope_type": "longrope",
+        **same,
+        "attention_factor": 1.0,
+        "factor": 1.0,
+    }  # without factor transformers warns
+
+
+def _are_numbers(frequencies: object) -> bool:
+    return isinstance(frequencies, (list, tuple))
+
+
+def _check_frequencies(frequencies: object) -> None:
+    """Raise TypeError or ValueError unless these are frequencies of one layer type, or an edit of them."""
+    if callable(frequencies):
+        return
+    if isinstance(frequencies, dict):
+        check_edit(frequencies)
+        return
+    if not isinstance(frequencies, (list, tuple)):
+        example = ", ".join(_EDIT_EXAMPLES.values())
+        raise TypeError(
+            f"rope: frequencies must be a list of numbers, a function, or a dict ({example}), not {frequencies!r}"
+        )
+    wrong = [w for w in frequencies if isinstance(w, bool) or not isinstance(w, (int, float)) or not 0 <= w <= math.pi]
+    if wrong or not any(frequencies):
+        found = repr(wrong[0]) if wrong else "none above 0"
+        raise ValueError(f"rope: frequencies must be radians per token from 0 to pi, not all 0; found {found}")
 
 
 def _unused(scaling: RopeParameters) -> list[str]:
@@ -230,6 +376,8 @@ def _unused(scaling: RopeParameters) -> list[str]:
 
 def _is_by_type(field: str, value: Any) -> bool:
     """Return whether the value of a field is a dict by layer type. A single scaling is a dict with `rope_type`."""
+    if field == "frequencies":
+        return isinstance(value, dict) and "name" not in value
     if field != "scaling":
         return isinstance(value, dict)
     may_be = isinstance(value, dict) and bool(value) and "rope_type" not in value

@@ -16,7 +16,7 @@ from ..dims import Dims
 from ..layer_state import on_layer
 from ..modules import Rotation
 from ..placement import RopeParameters
-from ..schemes.base import PROPORTIONAL, by_layer_type
+from ..schemes.base import PROPORTIONAL, by_layer_type, depends_on_length
 from . import POSITION_IDS, Arguments
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
@@ -228,6 +228,37 @@ def own_rotation(
         for key in parameters.unread():
             del by_layer_type(rope_parameters)[layer_type][key]
     return rope_parameters
+
+
+def read_frequencies(rotary: nn.Module, parameters: RopeParameters) -> dict[Any, tuple[tuple[float, ...], str | None]]:
+    """Return the frequencies of a rotary module, see `schemes.base.ReadFrequencies`.
+
+    transformers has them in float32. Those of the type `default` are returned in float64.
+
+    Args:
+        rotary: a module of `make_rotary`.
+        parameters: its `rope_parameters`.
+    """
+    found: dict[Any, tuple[tuple[float, ...], str | None]] = {}
+    for layer_type, each in by_layer_type(parameters).items():
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        module = next((module for module in rotary.modules() if hasattr(module, f"{prefix}inv_freq")), None)
+        if module is None:  # no layer has this type
+            found[layer_type] = (), f"no layer of this base has the type {layer_type}"
+            continue
+        buffer: Tensor = getattr(module, f"{prefix}inv_freq")
+        frequencies = buffer.double().cpu()
+        count = len(frequencies)
+        exact = each["rope_theta"] ** (-torch.arange(count, dtype=torch.float64) / count)
+        if each["rope_type"] == "default" and torch.allclose(frequencies, exact, rtol=1e-6, atol=0):
+            frequencies = exact
+        obstacle = None
+        if depends_on_length(each):
+            obstacle = f"those of the scaling {each['rope_type']} depend on the length of the context"
+        elif getattr(module, f"{prefix}attention_scaling", 1.0) != 1:
+            obstacle = f"the scaling {each['rope_type']} multiplies cosines and sines as well"
+        found[layer_type] = tuple(frequencies.tolist()), obstacle
+    return found
 
 
 def scaling_types() -> tuple[str, ...]:

@@ -45,6 +45,9 @@ CASES = [
     ("llama", "rope", {"scaling": LINEAR}, "llama"),
     ("llama", "rope", {"scaling": YARN}, "llama"),
     ("llama", "rope", {"scaling": LLAMA3}, "llama"),
+    ("llama", "rope", {"frequencies": (1.0, 0.3, 0.02, 0.0)}, "llama"),
+    ("llama", "rope", {"frequencies": {"name": "soft_clip", "pairs": 3}}, "llama"),
+    ("llama", "rope", {"frequencies": {"name": "ntk", "factor": 4.0}}, "llama"),
     ("gpt2", "alibi", {}, "mpt"),
     ("gpt2", "nope", {}, "mpt"),
 ]

@@ -276,6 +276,25 @@ def rope_frequencies(size: int, theta: float, length: int, trained: int, scaling
     return scaled, 1.0
 
 
+def edited_frequencies(w: list[float], size: int, trained: int, edit: Any) -> list[float]:
+    """Return the frequencies after an edit.
+
+    soft_clip: the code of Li et al. 2026, arXiv:2602.05258: the last n times a half cosine that falls from 1 to 0. hope:
+    Chen et al. 2024, arXiv:2410.21216: waves longer than the training do not turn. abf: Xiong et al. 2023,
+    arXiv:2309.16039: theta times a factor. ntk: Peng et al. 2023, arXiv:2309.00071, section 3.1: theta times s^(D/(D-2)).
+    """
+    if isinstance(edit, tuple):
+        return list(edit)
+    if edit["name"] == "soft_clip":
+        n = edit["pairs"]
+        last = [0.5 + 0.5 * math.cos(k * math.pi / (n - 1)) for k in range(n)]
+        return [x * y for x, y in zip(w, [1.0] * (len(w) - n) + last, strict=True)]
+    if edit["name"] == "hope":
+        return [0.0 if 2 * math.pi / x > edit.get("length", trained) else x for x in w]
+    s = edit["factor"] if edit["name"] == "abf" else edit["factor"] ** (size / (size - 2))
+    return [x / s ** (2 * u / size) for u, x in enumerate(w)]
+
+
 def rope_attention(
     query,
     key,
@@ -290,6 +309,7 @@ def rope_attention(
     layout="half",
     partial_rotary_factor=1.0,
     scaling=None,
+    frequencies=None,
 ):
     """Where the base turns whole heads, partial rotation leaves out the pairs (u, u + D/2) with large u."""
     head = query.shape[-1]
@@ -297,7 +317,10 @@ def rope_attention(
     proportional = scaling is not None and scaling["rope_type"] == "proportional"
     size = head if proportional else int(head * partial_rotary_factor)
     length = key.shape[2]
+    edit = frequencies
     frequencies, factor = rope_frequencies(size, rope_theta, length, trained or length, scaling)
+    if edit is not None:
+        frequencies = edited_frequencies(frequencies, size, trained or length, edit)
     if proportional:
         frequencies = [w if 2 * u < head * partial_rotary_factor else 0.0 for u, w in enumerate(frequencies)]
     apart = head // 2 if whole_heads else size // 2
@@ -347,6 +370,22 @@ ROPE = [
     # Barbero et al. 2024, arXiv:2410.06205, section 6: p-RoPE keeps the highest frequencies, those below stand still
     rope("proportional", partial_rotary_factor=0.5, scaling={"rope_type": "proportional"}, rope_theta=100.0),
     rope("partial-linear", partial_rotary_factor=0.5, scaling=SCALINGS["linear"]),
+    rope("frequencies", frequencies=(1.0, 0.3, 0.02, 0.0)),
+    rope("frequencies-interleaved", bases=("gpt2",), layout="interleaved", frequencies=(3.1, 0.0, 0.2, 0.1)),
+    rope("frequencies-partial", partial_rotary_factor=0.5, frequencies=(0.7, 0.1)),
+    rope("soft-clip", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 3}),
+    rope(
+        "soft-clip-linear", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 4}, scaling=SCALINGS["linear"]
+    ),
+    rope(
+        "soft-clip-llama3", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 3}, scaling=SCALINGS["llama3"]
+    ),
+    rope("hope", rope_theta=100.0, frequencies={"name": "hope", "length": 40}),
+    rope("hope-trained", rope_theta=100.0, frequencies={"name": "hope"}),
+    rope("abf", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0}),
+    rope("abf-linear", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0}, scaling=SCALINGS["linear"]),
+    rope("ntk", rope_theta=100.0, frequencies={"name": "ntk", "factor": 4.0}),
+    rope("ntk-partial", partial_rotary_factor=0.5, rope_theta=100.0, frequencies={"name": "ntk", "factor": 4.0}),
 ]
 
 

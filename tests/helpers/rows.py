@@ -123,6 +123,7 @@ ROWS: dict[str, Row] = {
             "layout": ("half", "interleaved"),
             "partial_rotary_factor": (None, 0.5),
             "scaling": (None, {"rope_type": "linear", "factor": 3.0}),
+            "frequencies": (None, (1.0, 0.4, 0.02, 0.0)),
         },
         wrong=[
             *not_positive("rope_theta", 0, -1, INF, NAN),
@@ -141,6 +142,27 @@ ROWS: dict[str, Row] = {
                 for name in ("linear", "yarn", "llama3", "longrope")
             ],
             ("scaling", {"rope_type": "linear", "factor": "two"}, ValueError, ["factor"]),
+            ("frequencies", "hope", TypeError, ["soft_clip", "hope", "abf", "ntk"]),
+            ("frequencies", 0.5, TypeError, ["list"]),
+            *[
+                ("frequencies", values, ValueError, ["0 to pi"])
+                for values in ((1.0, -0.1), (1.0, 3.2), (1.0, NAN), (INF,), ("1",), (True,), (0.0, 0.0), ())
+            ],
+            ("frequencies", (1.0, 0.5), ValueError, ["2", "4 pairs"]),
+            ("frequencies", {"name": "yarn"}, ValueError, ["soft_clip", "hope", "abf", "ntk"]),
+            ("frequencies", {"name": "hope", "factor": 2.0}, ValueError, ["length"]),
+            ("frequencies", {"name": "hope", "length": 6}, ValueError, ["not all 0"]),
+            ("frequencies", {"name": "hope", "length": 10**6}, ValueError, ["nothing"]),
+            *[
+                ("frequencies", {"name": "soft_clip", "pairs": value}, ValueError, ["pairs"])
+                for value in (1, 5, 2.0, True, "2")
+            ],
+            *[("frequencies", {"name": name}, ValueError, ["factor"]) for name in ("abf", "ntk")],
+            *[
+                ("frequencies", {"name": "ntk", "factor": value}, ValueError, ["factor"])
+                for value in (1, 0.5, INF, NAN, "4", True)
+            ],
+            ("frequencies", {"slow": (1.0,)}, ValueError, ["slow"]),
         ],
         properties=("yes", "yes", "no", "yes", "yes"),
     ),

@@ -16,7 +16,7 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors", "version", "did_you_mean", "measurement"),
-    ("command_arguments", "positions", "sinusoids", "decode_cache", "dims"),
+    ("command_arguments", "positions", "sinusoids", "decode_cache", "dims", "frequency_edits"),
     ("registry",),
     ("attention_call",),
     ("forms",),
@@ -51,6 +51,7 @@ CORE = {
     "dims": set(),
     "decode_cache": set(),
     "sinusoids": set(),
+    "frequency_edits": set(),
     "placement": set(),
     "modules": set(),
     "attention_call": set(),
