@@ -15,8 +15,9 @@ FSDP average gradients over all processes. Under them, multiply the loss by the 
 no other change:
 
     group, data_rank, data_size = context_group(4)              # processes 0..3 share a batch, 4..7 the next one
-    with context_parallel(model, group):                        # around the backward pass too: checkpointing runs
-        for batch in loader:                                    # attention again there
+    # Keep the backward pass inside: checkpointing runs attention again there.
+    with context_parallel(model, group):
+        for batch in loader:
             shard = shard_sequence(batch, group)                # the same batch on all processes of the group
             loss = model(**shard).loss * dist.get_world_size(group)
             loss.backward()
@@ -55,7 +56,7 @@ IGNORED = -100
 
 NO_PROCESS_GROUP = (
     "context parallelism needs torch.distributed: start with torchrun or accelerate launch, and call this "
-    " after torch.distributed.init_process_group or accelerate.Accelerator()"
+    "function after torch.distributed.init_process_group or accelerate.Accelerator()"
 )
 NO_CACHE = (
     "context parallelism has no key-value cache: a process holds only the keys of its own shard. Pass "
@@ -80,7 +81,10 @@ _BATCH_KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "
 
 
 class _Gather(torch.autograd.Function):
-    """Differentiable all-gather. Backward, each process gets the sum of the gradients of its own tensor."""
+    """Differentiable all-gather.
+
+    In the backward pass, each process gets the gradient of its own tensor, summed over all processes.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -154,7 +158,7 @@ class Exchange:
         return key, value, sequence
 
 
-def locate_shard(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def pass_position_channel(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Replace the mask by the position channel of the whole sequence, as a forward pre-hook of a decoder."""
     arguments = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
@@ -214,9 +218,9 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
     whole sequence (see the top of this file for the gradient rule). `shard_sequence` makes the shards; packed documents
     need it. Run the backward pass inside as well, because gradient checkpointing computes attention again.
 
-    Stock models, and schemes that keep the stock attention, attend through `scaled_dot_product_attention` with a mask
-    inside the block, whatever their attention implementation is. Gemma 2 caps its scores, so it attends through an
-    engine that can. The block restores the attention implementation at its end.
+    Inside the block, stock models, and schemes that keep the stock attention, attend through
+    `scaled_dot_product_attention` with a mask, whatever their attention implementation is. Gemma 2 caps its scores, so
+    it attends through an engine that can. The block restores the attention implementation at its end.
 
     Args:
         model: a model patched with any scheme, or a stock model of a supported family. It may be wrapped in
@@ -228,15 +232,15 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
 
     Raises:
         RuntimeError: if torch.distributed is not set up.
-        ValueError: if the model is context parallel already. Its forward pass inside raises it for a cache, for missing
-            or repeated position ids, and if something (accelerate's `cp_size`) has dropped the mask.
+        ValueError: if the model is context parallel already. A forward pass inside the block also raises it: for a
+            cache, for missing or repeated position ids, and if something (accelerate's `cp_size`) has dropped the mask.
         UnsupportedModelError: for models of other families, and for rotary scalings that depend on the length of the
             sequence.
     """
     _check_distributed()
     inner = extract_model_from_parallel(model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # PEFT
-    family, modules = _require_divisible(inner)
+    family, modules = _divisible_modules(inner)
     exchange, undo = Exchange(group), Undo()
     # For checkpointing, accelerate wraps the whole layer; before 1.15 it wrapped the modules inside.
     attentions = [getattr(module, "_checkpoint_wrapped_module", module) for module in modules.attentions]
@@ -250,13 +254,13 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
             heads_attribute = family.names.attention_heads
             heads = on_attention(attention).heads if heads_attribute is None else getattr(attention, heads_attribute)
             undo.make(Keep(attention, on_attention, {"exchange": exchange, "heads": heads}))
-        undo.make(AddPreHook(modules.decoder, locate_shard))
+        undo.make(AddPreHook(modules.decoder, pass_position_channel))
         yield model
     finally:
         undo.roll_back()
 
 
-def _require_divisible(model: object) -> tuple[Family, Resolved]:
+def _divisible_modules(model: object) -> tuple[Family, Resolved]:
     """Return the family and the modules of a model.
 
     Raises:
@@ -336,8 +340,8 @@ def shard_sequence(
 
     Every process of the group passes the same whole batch, so the processes need not communicate here. Padding fills
     the sequence up to a length that divides evenly. The model then computes what one process computes with
-    `model(**batch, use_cache=False)`. There, `position_ids` that restart mark packed documents, which do not see each
-    other, unless the batch has an attention mask.
+    `model(**batch, use_cache=False)`. In a batch without attention mask, `position_ids` that restart mark packed
+    documents, which do not see each other.
 
     Args:
         batch: `input_ids` (B, T) or `inputs_embeds` (B, T, E). Optional: `attention_mask` (B, T), zero for padding;

@@ -12,7 +12,16 @@ from tqdm.auto import tqdm
 
 from ..live.base_model import BaseModel
 from ..modules import ScoreModule
-from .closed_forms import Averages, MeanRotation, Target, coefficients, fit, mean_rotation_of, takes_queries, target_of
+from .closed_forms import (
+    DistanceSums,
+    MeanRotation,
+    Target,
+    coefficients,
+    fit,
+    mean_rotation_of,
+    takes_queries,
+    target_of,
+)
 from .pair import Pair, Values, copied, parameters_of, put
 from .state import FirstStage
 
@@ -90,7 +99,7 @@ def _make_candidates(
     pair: Pair,
     modules: dict[int, ScoreModule],
     rotations: dict[int, MeanRotation],
-    averages: dict[int, Averages],
+    averages: dict[int, DistanceSums],
     windows: int,
 ) -> tuple[dict[str, Values], dict[str, dict[int, Target]]]:
     """Return candidate's name -> its parameter values, and name of a fitted candidate -> its targets by layer.
@@ -176,12 +185,12 @@ def _divergence_apart(
     return closed, _mean_divergence(best)
 
 
-def _targets(pair: Pair, modules: dict[int, ScoreModule], averages: dict[int, Averages]) -> dict[int, Target]:
+def _targets(pair: Pair, modules: dict[int, ScoreModule], averages: dict[int, DistanceSums]) -> dict[int, Target]:
     """Return layer index -> the best coefficients for the layer, see `target_of`."""
     return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
 
 
-def _current_coefficients(pair: Pair, index: int, averages: Averages) -> Tensor:
+def _current_coefficients(pair: Pair, index: int, averages: DistanceSums) -> Tensor:
     """Return the coefficients of a layer's form with the present parameters."""
     heads, count = averages.difference.shape
     like = pair.like(index)
@@ -249,7 +258,7 @@ def _target_by_head(names: tuple[str, ...], by_name: dict[str, Target], as_it_wa
     )
 
 
-def _mean_rotations(pair: Pair, averages: dict[int, Averages]) -> dict[int, MeanRotation]:
+def _mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, MeanRotation]:
     """Return layer index -> mean rotation, for layers that the base rotates and whose queries one projection makes.
 
     Latent attention (MLA) is left out, because it rotates only a part of each head.

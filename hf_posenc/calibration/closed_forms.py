@@ -1,4 +1,8 @@
-"""Closed forms: fit a scheme's parameters, and rotate queries, to imitate the mean effect of a base's positions."""
+"""Closed forms: fit a scheme's parameters, and rotate queries, to imitate the mean effect of a base's positions.
+
+The target at every distance has a closed form: a mean, or the solution of least squares. A search that reads no text
+then fits the scheme's parameters to it.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,19 @@ VECTORS = (ClippedVectors, RelativeKeys)
 """Forms with one vector per distance. The score adds the product of this vector with the query."""
 
 WAVES = (RelativeKeys,)
-"""Forms whose vectors are sums of waves. Every distance has another vector, without a largest distance."""
+"""Forms whose vectors are sums of waves. Every distance has a vector of its own, and there is no largest distance."""
 
 TAIL = 4
-"""A curve is fitted up to `TAIL * T` distances, where the windows have T. The tail's target is the mean of the end."""
+"""Windows of T tokens have T distances. A curve is fitted at `TAIL * T` distances. The target of those beyond T, the
+tail, is the mean target of the last quarter of the T distances."""
 
 REACH = 16
-"""Vectors made of waves are fitted up to `REACH * T` distances. Without targets there they could take any value."""
+"""Vectors made of waves are fitted up to distance `REACH * T`. Without targets there they could take any value."""
 
 FALL = 2
-"""Slope of the tail of vectors made of waves: a score falls by `FALL * log(d / T)` at a distance d > T. By position
-alone, all keys beyond T then weigh less than T keys at the end: `sum_(d > T) (T / d)^2 < T`."""
+"""Slope of the tail of vectors made of waves. The target of a score falls by `FALL * log(d / T)` at a distance d > T.
+If only positions counted, all keys beyond T would then weigh less than T keys at the end of the windows: `sum_(d > T)
+(T / d)^2 < T`."""
 
 TAIL_WEIGHT = 1e-3
 """Weight of a distance in the tail, relative to the mean weight of the T distances of the windows."""
@@ -44,7 +50,7 @@ RIDGE = 1e-4
 
 
 @dataclass
-class Averages:
+class DistanceSums:
     """Sums by distance, over the pairs of a query and a visible key in one layer.
 
     The content `c` is `q . k` of the scheme's queries and keys, or its positive part for a scheme that takes that.
@@ -69,7 +75,7 @@ class Averages:
     moment: Tensor | None = None
 
     @classmethod
-    def empty(cls, heads: int, distances: int, device: torch.device, *, size: int | None = None) -> Averages:
+    def empty(cls, heads: int, distances: int, device: torch.device, *, size: int | None = None) -> DistanceSums:
         """Return sums over no pairs.
 
         Args:
@@ -82,11 +88,11 @@ class Averages:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
-        averages = cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)))
+        empty = cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)))
         if size is not None:
-            averages.by_query = zeros(heads, distances, size + 1)
-            averages.moment = zeros(heads, size + 1, size + 1)
-        return averages
+            empty.by_query = zeros(heads, distances, size + 1)
+            empty.moment = zeros(heads, size + 1, size + 1)
+        return empty
 
     @torch.no_grad()
     def add(self, base: Call, scheme: Call, *, mass: bool = True) -> None:
@@ -139,11 +145,11 @@ class Target:
     """The coefficients that a scheme is fitted to in one layer, see `coefficients`.
 
     Attributes:
-        values: (H, T, K) the coefficients.
+        values: (H, T, C) the coefficients, C at each distance.
         weights: (H, T) weight of each distance in the fit.
-        metric: (H, K, K) positive matrix: an error `e` at one distance costs `e metric e`.
-        last_factor: (H,) factor of the last coefficient in a score, which makes the tail fall. None if the form's
-            vectors are not made of waves.
+        metric: (H, C, C) positive matrix: an error `e` at one distance costs `e metric e`.
+        last_factor: (H,) number that a score multiplies the last coefficient by. This coefficient meets no query, so
+            the tail falls by it. None if the form's vectors are not made of waves.
     """
 
     values: Tensor
@@ -158,31 +164,31 @@ def takes_queries(form: Form | None) -> bool:
 
 
 def coefficients(module: ScoreModule, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
-    """Return `Form.coefficients` of a module's form, as (H, N, K), or None if there are none."""
+    """Return `Form.coefficients` of a module's form, as (H, M, C), or None if there are none."""
     form = module.form(like)
     values = None if form is None else form.coefficients(distances)
     return None if values is None else values.expand(heads, -1, -1)
 
 
-def target_of(module: ScoreModule, like: Tensor, averages: Averages) -> Target:
-    """Return the best coefficients for the averages of a layer, at every distance separately.
+def target_of(module: ScoreModule, like: Tensor, sums: DistanceSums) -> Target:
+    """Return the best coefficients for a layer, at every distance separately, from its sums.
 
     - A bias is the mean of what the base's positions add.
     - A factor `f` minimises the squares of the base's score minus `f q . k`.
     - A vector `v` minimises the squares of what the base's positions add minus `q . v`.
     """
-    form, weights = _form_of(module, like), averages.pairs.expand_as(averages.difference)
+    form, weights = _form_of(module, like), sums.pairs.expand_as(sums.difference)
     one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
     if form.multiplies:
-        return Target((averages.product / averages.square.clamp(min=1e-12))[..., None], averages.square, one)
-    if averages.by_query is None or averages.moment is None:
-        return Target(averages.mean_difference[..., None], weights, one)
-    metric = averages.moment / averages.pairs.sum()
-    mean = averages.by_query / averages.pairs.clamp(min=1)[:, None]
+        return Target((sums.product / sums.square.clamp(min=1e-12))[..., None], sums.square, one)
+    if sums.by_query is None or sums.moment is None:
+        return Target(sums.mean_difference[..., None], weights, one)
+    metric = sums.moment / sums.pairs.sum()
+    mean = sums.by_query / sums.pairs.clamp(min=1)[:, None]
     # Without the ridge, vectors would become huge in directions that hardly any query has.
     ridge = RIDGE * metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     metric = metric + ridge * torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device)
-    last_factor = averages.moment[:, -1, -1].div(averages.pairs.sum()).sqrt() if is_one_of(form, WAVES) else None
+    last_factor = sums.moment[:, -1, -1].div(sums.pairs.sum()).sqrt() if is_one_of(form, WAVES) else None
     return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, last_factor)
 
 
@@ -196,56 +202,56 @@ def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
     """Fit a module's parameters to coefficients, by least squares in float64.
 
     Every head has a free constant, because the softmax ignores it. The first search includes a tail of distances beyond
-    those of the windows, with a small weight. Curves are then fitted again without the tail, which so decides only
-    parameters that matter at no distance of the windows.
+    those of the windows, with a small weight. Curves are then fitted again without the tail. So the tail decides only
+    parameters that have no effect at the distances of the windows.
 
     Args:
         module: module of a scheme.
         like: empty tensor with the device and dtype of the queries.
         targets: the targets of the layers that the module serves.
     """
-    owner = copy.deepcopy(module).double()
-    if not any(each.requires_grad for each in owner.parameters()):
+    wide_module = copy.deepcopy(module).double()
+    if not any(each.requires_grad for each in wide_module.parameters()):
         return
     wide = like.double()
     heads, seen, _ = targets[0].values.shape
-    _search(owner, wide, targets, tail=TAIL_WEIGHT)
-    if not takes_queries(owner.form(wide)):  # vectors need the tail: without it they diverge at greater distances
-        _search(owner, wide, targets, tail=None)
+    _search(wide_module, wide, targets, tail=TAIL_WEIGHT)
+    if not takes_queries(wide_module.form(wide)):  # vectors need the tail: without it they diverge at greater distances
+        _search(wide_module, wide, targets, tail=None)
     initial = [each.detach().clone() for each in module.parameters()]
     with torch.no_grad():
-        for mine, theirs in zip(module.parameters(), owner.parameters(), strict=True):
-            mine.copy_(theirs)
-        distances, _ = _fit_distances(_form_of(owner, wide), seen, wide.device)
-        fitted = coefficients(module, like, distances, heads)
-        assert fitted is not None
-        if not torch.isfinite(fitted).all():  # the search diverged
-            for mine, before in zip(module.parameters(), initial, strict=True):
-                mine.copy_(before)
+        for parameter, fitted in zip(module.parameters(), wide_module.parameters(), strict=True):
+            parameter.copy_(fitted)
+        distances, _ = _fit_distances(_form_of(wide_module, wide), seen, wide.device)
+        values = coefficients(module, like, distances, heads)
+        assert values is not None
+        if not torch.isfinite(values).all():  # the search diverged
+            for parameter, before in zip(module.parameters(), initial, strict=True):
+                parameter.copy_(before)
 
 
-def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
+def _search(module: ScoreModule, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
     """Search for the parameters of a module, starting from their present values.
 
     Args:
-        owner: the module, in float64.
+        module: the module, in float64.
         like: empty float64 tensor on the device of the queries.
         targets: the targets of the layers that the module serves.
         tail: weight of the distances in the tail; None leaves them out.
     """
-    form = _form_of(owner, like)
+    form = _form_of(module, like)
     heads, seen, _ = targets[0].values.shape
     distances, counts = _fit_distances(form, seen, like.device)
     if tail is None:
         distances, counts = distances[:seen], counts[:seen]
     wanted = torch.stack([_with_tail(each, distances) for each in targets])
     weights = torch.stack([each.weights for each in targets])
-    beyond = weights.mean(-1, keepdim=True) * counts[seen:] * (tail or 0.0)
-    weights = torch.cat([weights, beyond], -1)
+    tail_weights = weights.mean(-1, keepdim=True) * counts[seen:] * (tail or 0.0)
+    weights = torch.cat([weights, tail_weights], -1)
     weights = weights / weights.sum(-1, keepdim=True)
     metric = torch.stack([each.metric for each in targets])
     optimizer = torch.optim.LBFGS(
-        [each for each in owner.parameters() if each.requires_grad],
+        [each for each in module.parameters() if each.requires_grad],
         max_iter=STEPS,
         history_size=STEPS // 2,
         tolerance_grad=1e-14,
@@ -255,13 +261,13 @@ def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: fl
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        present = coefficients(owner, like, distances, heads)
+        present = coefficients(module, like, distances, heads)
         assert present is not None
         error = present - wanted
         if not form.multiplies:
             error = error - (weights[..., None] * error).sum(-2, keepdim=True)
         value = (weights * ((error @ metric) * error).sum(-1)).sum()
-        if (vectors := _form_of(owner, like).value_table) is not None:
+        if (vectors := _form_of(module, like).value_table) is not None:
             value = value + vectors.square().sum()  # scores do not determine vectors that are added to values
         value.backward()
         return value
@@ -270,10 +276,10 @@ def _search(owner: ScoreModule, like: Tensor, targets: list[Target], *, tail: fl
 
 
 def _fit_distances(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the distances that a form is fitted at, (N,), and how many distances each of them stands for.
+    """Return the distances that a form is fitted at, (M,), and how many distances each of them stands for.
 
     The distances of the windows come first, then the tail. For vectors made of waves a few distances are enough in the
-    tail: the windows already determine the waves that differ between neighbouring distances.
+    tail: the windows already determine the fast waves.
     """
     if is_one_of(form, WAVES):
         ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
@@ -284,7 +290,11 @@ def _fit_distances(form: Form, seen: int, device: torch.device) -> tuple[Tensor,
 
 
 def _with_tail(target: Target, distances: Tensor) -> Tensor:
-    """Return the coefficients of a target, extended by a tail that stays at their end or falls from it, (H, N, K)."""
+    """Return the coefficients of a target, (H, M, C), continued beyond the distances of the windows.
+
+    The tail has the mean coefficients of the last quarter of the windows' distances. For vectors made of waves, their
+    score also falls with the distance, see `FALL`.
+    """
     seen = target.values.shape[1]
     beyond = distances[seen:]
     tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
@@ -304,7 +314,8 @@ class MeanRotation:
         projection: projection of the queries, with its rows in the order of heads.
         factors: (H, pairs) complex factor of each pair of dimensions.
         size: D, the number of dimensions of a head.
-        interleaved: whether pairs are neighbouring dimensions; otherwise they are `(u, u + R/2)`.
+        interleaved: whether pairs are neighbouring dimensions. Otherwise pair `u` has the dimensions `u` and `u +
+            pairs`.
     """
 
     projection: nn.Linear
@@ -335,8 +346,9 @@ def mean_rotation_of(
 ) -> MeanRotation | None:
     """Return the mean rotation of a layer's heads, or None if it is the identity.
 
-    A pair of dimensions with angle `w` per token has the factor `sum_d m(d) e^(i w d)`, where `m(d)` is the share of
-    the base's attention at distance `d`. On average the base's rotation multiplies the product of the pair by it.
+    A pair of dimensions that turns by the angle `w` per token has the factor `sum_d m(d) e^(i w d)`. Here `m(d)` is the
+    share of the base's attention at distance `d`. On average, the base's rotation multiplies the product of a query's
+    and a key's pair by this factor.
 
     Args:
         base: the patched model.
@@ -351,7 +363,8 @@ def mean_rotation_of(
     angles = rotary(projection.weight.new_empty(0, dtype=torch.float32), distances[None], *layer_types)
     cos, sin = (each[0].double() for each in by_pair(angles, base.family.rotation.angles))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
-    factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])  # queries and keys both have it
+    # cos and sin may carry a factor (YaRN's). Queries and keys are both multiplied by it, so it counts twice.
+    factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])
     if torch.allclose(factors, torch.ones_like(factors)):  # the base is patched, and its rotary module rotates nothing
         return None
     return MeanRotation(projection, factors, base.sizes[layer].head_dim, base.rotation.pairs == "interleaved")

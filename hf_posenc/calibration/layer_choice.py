@@ -33,8 +33,8 @@ class LayerCost:
     Attributes:
         layer: index of the layer.
         loss: the loss of the next token with this layer swapped, less the base's, in nats.
-        recall: the same difference on text that the model has just read: the second copy of a passage. A layer that
-            finds the first copy costs more here than in `loss`.
+        recall: the same difference on the second copy of a passage that the model has just read. For a layer that looks
+            up the first copy (as induction heads do) it is larger than `loss`.
         divergence: mean KL divergence of the layer's attention from the base's, in nats per query and head.
     """
 
@@ -52,9 +52,9 @@ class LayerChoice:
         scheme: the scheme, as text.
         base_loss: held-out loss of the base, in nats per token.
         base_recall: loss of the base on the second copies, in nats per token.
-        costs: one entry for each layer that can carry the scheme by itself, the cheapest first. `loss` and `recall`
-            count alike.
-        refused: index of a layer that cannot carry the scheme by itself -> the reason.
+        costs: one entry for each layer that can be the only one with the scheme, sorted by `loss + recall`, the
+            cheapest first.
+        refused: index of a layer that cannot be the only one with the scheme -> the reason.
     """
 
     scheme: str
@@ -64,13 +64,13 @@ class LayerChoice:
     refused: Mapping[int, str] = field(default_factory=dict)
 
     def cheapest(self, count: int) -> tuple[int, ...]:
-        """Return the indices of the cheapest layers, sorted: a value for `layers=` of the scheme.
+        """Return the indices of the cheapest layers in increasing order, to pass as `layers=` of the scheme.
 
         Args:
             count: number of layers, from 1 to the number of ranked layers.
 
         Raises:
-            ValueError: if there are not so many ranked layers.
+            ValueError: if `count` is out of this range.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= len(self.costs):
             raise ValueError(f"count must be an integer from 1 to {len(self.costs)}, the ranked layers, not {count!r}")
@@ -83,7 +83,7 @@ class LayerChoice:
     def __str__(self) -> str:
         """Return the losses of the base and a row for each layer, the cheapest first."""
         lines = [
-            f"{self.scheme} in one layer: what it costs, the cheapest layer first",
+            f"{self.scheme} in one layer: losses above the base's (nats), the cheapest layer first",
             f"  the base's loss (nats): {self.base_loss:.3f}; on repeated text {self.base_recall:.3f}",
             "  layer      loss    recall  divergence",
         ]
@@ -110,11 +110,12 @@ def choose_layers(
     """Rank the layers of a model by what a swap of each layer alone costs.
 
     The scheme is put into one layer of a copy and calibrated there, and the losses of this copy are compared with the
-    base's. The copy is a second model in memory; the model stays as it is. A mixture of the cheapest layers costs more
-    than the sum of its parts where layers stand in for each other, so measure the mixture that you choose.
+    base's. The copy is a second model in memory; the model stays as it is. Swapping several layers together can cost
+    more than the sum of their costs, because one layer can do the work of another. So measure the set of layers that
+    you choose.
 
     Args:
-        model: a stock model with a head, whole and on one device.
+        model: an unpatched model with a language-model head, on one device and not wrapped (DDP, FSDP, DeepSpeed).
         tokens: (N, T) int64 or int32, as for `calibrate`: at least `held_out + 1` windows of text without padding, up
             to the length that the base was trained at. T is at least 4.
         scheme: a name, or a `Scheme` instance without `layers`.
@@ -130,7 +131,7 @@ def choose_layers(
 
     Raises:
         UnknownSchemeError: if there is no such scheme.
-        UnsupportedModelError: if the model predicts no tokens, or no layer can carry the scheme by itself.
+        UnsupportedModelError: if the model predicts no tokens, or no layer can be the only one with the scheme.
         AlreadyPatchedError: if the model is patched.
         TypeError: for wrong hyper-parameters, or a list of schemes.
         ValueError: for an argument out of range, a scheme with `layers`, or tokens that do not fit the model.
@@ -139,25 +140,26 @@ def choose_layers(
     if others:
         raise TypeError("choose_layers ranks the layers for one scheme, not for a list of them")
     if parsed.layers is not None:
-        raise ValueError(f"layers={parsed.layers!r} names the layers that choose_layers is asked for: leave it out")
+        raise ValueError(f"choose_layers ranks the layers itself: leave out layers={parsed.layers!r}")
     check_counts(closed_windows=closed_windows, held_out=held_out)
     check_unwrapped(model, "rank its layers")
     check_head(model)
     check_tokens(tokens, model, held_out)
     if tokens.shape[1] < 4:
         raise ValueError(
-            f"tokens must be windows of at least 4 tokens, so that half of one is text, not {tokens.shape[1]}"
+            f"tokens must be windows of at least 4 tokens, not {tokens.shape[1]}: `recall` repeats the first half of "
+            "each"
         )
     with to_be_patched(model):
-        possible, refused = _layers_that_carry(model, parsed)
-    held = tokens[-held_out:].to(next(model.parameters()).device).long()
-    base_loss, base_recall = _losses(model, held)
+        possible, refused = _swappable_layers(model, parsed)
+    held_out_windows = tokens[-held_out:].to(next(model.parameters()).device).long()
+    base_loss, base_recall = _losses(model, held_out_windows)
     costs = []
     for layer in tqdm(possible, desc="layers", unit="layer", disable=not progress):
         swapped = copy.deepcopy(model)
         patch_model(swapped, replace(parsed, layers=(layer,)), seed=seed)
         report = calibrate(swapped, tokens, held_out=held_out, closed_windows=closed_windows, matching=matching)
-        loss, recall = _losses(swapped, held)
+        loss, recall = _losses(swapped, held_out_windows)
         divergence = sum(each.after.mean().item() for each in report.layers)
         costs.append(LayerCost(layer, loss - base_loss, recall - base_recall, divergence))
         del swapped
@@ -165,8 +167,8 @@ def choose_layers(
     return LayerChoice(str(parsed), base_loss, base_recall, tuple(costs), refused)
 
 
-def _layers_that_carry(model: PreTrainedModel, scheme: Scheme) -> tuple[list[int], dict[int, str]]:
-    """Return the layers that can carry the scheme by themselves, and the reason of each that cannot.
+def _swappable_layers(model: PreTrainedModel, scheme: Scheme) -> tuple[list[int], dict[int, str]]:
+    """Return the layers that can be the only one with the scheme, and the reason of each that cannot.
 
     Raises:
         UnsupportedModelError: if no layer can, with the reason of the first.
@@ -180,7 +182,7 @@ def _layers_that_carry(model: PreTrainedModel, scheme: Scheme) -> tuple[list[int
         else:
             possible.append(layer)
     if not possible:
-        raise first or UnsupportedModelError(f"no layer of this model can carry {scheme.name}")
+        raise first or UnsupportedModelError(f"no layer of this model can have {scheme.name}")
     return possible, refused
 
 

@@ -23,7 +23,7 @@ from ..live.patch_record import Patch
 from ..live.watch import LayerCall, entering
 from ..modules import ScoreModule, owner_of
 from ..patching.changes import NoEmbedding
-from .closed_forms import Averages, coefficients, takes_queries
+from .closed_forms import DistanceSums, coefficients, takes_queries
 from .observe import Observed, Rows, attending, attention_call, observe, parts, rows_of, summed
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
@@ -340,7 +340,7 @@ class Pair:
             )
 
     @torch.no_grad()
-    def averages(self, windows: int) -> dict[int, Averages]:
+    def averages(self, windows: int) -> dict[int, DistanceSums]:
         """Return layer index -> sums by distance over the first `windows` training windows."""
         averages = {}
         with self.as_base() as unpatched:
@@ -355,7 +355,7 @@ class Pair:
                     if index not in averages:
                         _, heads, _, head_dim = ours.query.shape
                         size = head_dim if takes_queries(ours.form) else None
-                        averages[index] = Averages.empty(heads, batch.shape[1], batch.device, size=size)
+                        averages[index] = DistanceSums.empty(heads, batch.shape[1], batch.device, size=size)
                     averages[index].add(base, ours, mass=rotates)
         self._check_finite({index: each.difference for index, each in averages.items()})
         return averages

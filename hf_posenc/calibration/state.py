@@ -39,8 +39,8 @@ class FirstStage:
         base_curve: layer index -> `LayerFit.base_curve`.
         chosen: layer index -> `LayerFit.chosen`.
         losses: field of `HeldOutLoss` (`base`, `swapped`, `closed_form`) -> held-out loss.
-        put_back: held-out losses of closed forms that were taken back, see `Calibration.put_back`.
-        apart: see `Calibration.apart`.
+        put_back: name of a first-stage result that the judge rejected -> its held-out loss, see `Calibration.put_back`.
+        apart: mean divergences with shared modules and with one module for each layer, see `Calibration.apart`.
         parameters: values, after the first stage, of the parameters that the second stage trains.
     """
 
@@ -58,11 +58,17 @@ class StateFile:
     """A safetensors file with the changed parameters, Adam's state, the random generator, and the first stage.
 
     The file is written whole or not at all, and replaces the previous one. Without a path nothing is read or written.
+    It has these tensors, where a `NAME` is that of a parameter:
+
+    - `parameter.NAME`, the current value, and `adam.step.NAME` and so on, Adam's state (see `ADAM`).
+    - `found.N`, the value that the N-th trained parameter had after the first stage.
+    - `before.LAYER`, `closed.LAYER` and `base_curve.LAYER`, results of the first stage by layer index.
+    - `random`, the state of the random generator.
 
     Attributes:
         trial: name in `LOSSES` of the loss that the second stage lowers; None until it begins.
         step: number of steps of this trial when the file was written; 0 if there is no file yet.
-        put_back: held-out losses of earlier trials that were taken back.
+        put_back: name of an earlier trial that the judge rejected -> its held-out loss.
         first_stage: results of the first stage; None until it has run.
     """
 
@@ -77,7 +83,8 @@ class StateFile:
 
         Args:
             path: path of the file, which need not exist; None means no file.
-            identity: arguments and digests that identify the calibration, ready for JSON. The file must have the same.
+            identity: arguments and digests that identify the calibration, as JSON values. A file with another identity
+                is refused.
             parameters: name -> parameter, for all parameters that either stage can change.
             trained: the parameters that the second stage trains.
 
@@ -149,35 +156,41 @@ class StateFile:
         Raises:
             ValueError: if a tensor is missing, unexpected or wrong.
         """
-        likes: dict[str, Tensor] = {"random": torch.Generator().get_state()}
-        likes |= {f"parameter.{name}": each.detach() for name, each in self.parameters.items()}
-        likes |= {f"found.{number}": each.detach() for number, each in enumerate(self.trained)}
+        expected: dict[str, Tensor] = {"random": torch.Generator().get_state()}
+        expected |= {f"parameter.{name}": each.detach() for name, each in self.parameters.items()}
+        expected |= {f"found.{number}": each.detach() for number, each in enumerate(self.trained)}
         if trained_count != len(self.trained):
             raise ValueError(f"it has {trained_count} trained parameters, the model has {len(self.trained)}")
         for index, count in heads.items():
             for part in ("before", "closed"):
-                likes[f"{part}.{index}"] = torch.empty(count)
+                expected[f"{part}.{index}"] = torch.empty(count)
             curve = self.tensors.get(f"base_curve.{index}")
-            likes[f"base_curve.{index}"] = torch.empty(count, curve.shape[-1] if curve is not None else 0)
+            expected[f"base_curve.{index}"] = torch.empty(count, curve.shape[-1] if curve is not None else 0)
         for name, each in self.parameters.items():
             if any(f"adam.{part}.{name}" in self.tensors for part in ADAM):
-                likes |= {f"adam.{part}.{name}": torch.empty(()) if part == "step" else each.detach() for part in ADAM}
-        if missing := sorted(likes.keys() - self.tensors.keys()):
+                expected |= {
+                    f"adam.{part}.{name}": torch.empty(()) if part == "step" else each.detach() for part in ADAM
+                }
+        if missing := sorted(expected.keys() - self.tensors.keys()):
             raise ValueError(f"{missing[0]} is missing")
-        if unknown := sorted(self.tensors.keys() - likes.keys()):
+        if unknown := sorted(self.tensors.keys() - expected.keys()):
             raise ValueError(f"{unknown[0]} is unexpected")
-        for name, like in likes.items():
+        for name, expected_tensor in expected.items():
             tensor = self.tensors[name]
-            if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            if (tensor.shape, tensor.dtype) != (expected_tensor.shape, expected_tensor.dtype):
                 raise ValueError(
-                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(like.shape)} of {like.dtype}"
+                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}, not {tuple(expected_tensor.shape)} of "
+                    f"{expected_tensor.dtype}"
                 )
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise ValueError(f"{name} holds numbers that are not finite")
 
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Load the file's values into the parameters, the optimizer and the generator. Do nothing without a file."""
+        """Load the file's values into the parameters, the optimizer and the generator.
+
+        Do nothing if there is no file, or if it holds another trial.
+        """
         if not self.tensors:
             return
         for name, parameter in self.parameters.items():
@@ -191,7 +204,7 @@ class StateFile:
         self.tensors = {}
 
     def save(self, step: int, optimizer: torch.optim.Optimizer, generator: torch.Generator) -> None:
-        """Write the state after a step of the trial, counted from 1. Step 0 is the state before the first."""
+        """Write the state after step `step` of the trial. The first step is 1; 0 means that none was taken yet."""
         if self.path is None:
             return
         assert self.first_stage is not None

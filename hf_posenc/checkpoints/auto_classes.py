@@ -20,7 +20,7 @@ CLASSES = "hf_posenc.classes"
 
 
 def register_family(family: Family) -> Family:
-    """Serve the model types of a family. From now on, models of these types can be patched, saved and loaded.
+    """Add a family, so that models of its types can be patched, saved and loaded from now on.
 
     Args:
         family: description of architectures of transformers: where they have their layers and positions.
@@ -49,8 +49,8 @@ def register_family(family: Family) -> Family:
 def announce_all() -> None:
     """Tell AutoConfig the names of our config classes for all served model types.
 
-    This runs no code of other packages that offer families, because an entry point is named after its model type. If
-    the installed transformers lacks a model type, a UserWarning names the package, and the other model types work.
+    Families of other packages are not imported here: the name of an entry point is its model type. If the installed
+    transformers lacks a model type, a UserWarning names the package, and the other model types work.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -58,9 +58,12 @@ def announce_all() -> None:
         offer = registry.offer(model_type)
         if model_type in CONFIG_MAPPING_NAMES:
             _announce(model_type)
-        elif offer is not None:  # without an offer, it is a model type of ours that this transformers lacks
+        # Without an offer it is one of our own families, for another release of transformers: no warning.
+        elif offer is not None:
             warnings.warn(f"{offer} cannot be used: the installed transformers has no such model type", stacklevel=2)
-    if _MODELING not in sys.modules:  # modeling_auto may be importing the module after which this function runs
+    # Importing modeling_auto runs `announce_multimodal`. If it is in sys.modules, it is loaded, or it is the module
+    # that is importing configuration_auto, after which this function runs.
+    if _MODELING not in sys.modules:
         importlib.import_module(_MODELING)
 
 
@@ -84,8 +87,8 @@ def multimodal_model_types() -> tuple[str, ...]:
 def _announce(*model_types: str) -> None:
     """Tell AutoConfig the names of our config classes for some model types, and the module that has the classes.
 
-    AutoConfig imports its own classes in the same way, when a checkpoint names their model type. `AutoConfig.register`
-    would need every class now, and with it the code of every family.
+    AutoConfig imports a class only when a checkpoint names its model type, as it does with its own classes.
+    `AutoConfig.register` would need all classes now, and so import the code of every family.
     """
     from transformers.models.auto.configuration_auto import (
         CONFIG_MAPPING,

@@ -52,7 +52,7 @@ class PosEncConfigMixin(ConfigMixin):
         register_models(type(self))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle and copy by the stock class, because this class is made on demand."""
+        """Pickle and copy by naming the stock class, because this class is made on demand."""
         return revive, (config_class, stock_class(type(self), PosEncConfigMixin)), self.__dict__
 
 
@@ -90,7 +90,10 @@ class MultimodalMixin(PosEncConfigMixin):
 
 
 class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
-    """Mixin in front of a stock model class. It builds the schemes in, and refuses attention that would drop them."""
+    """Mixin in front of a stock model class.
+
+    It puts the config's schemes into a new model, and refuses attention implementations that would drop them.
+    """
 
     def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object) -> None:
         """Build the stock model and the schemes that the config names.
@@ -101,7 +104,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             **kwargs: passed to the stock class.
         """
         was_read = config.__dict__.pop(READ, None) is not None
-        schemes_of_config(config)  # first, because a malformed entry may have no version
+        schemes_of_config(config)  # only checks: a malformed entry may have no version to check or translate
         check_version(config)
         translate_config(config)
         schemes = schemes_of_config(config)
@@ -110,15 +113,15 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         backend = language._attn_implementation_internal
         if needs_attention and any(kind in str(backend) for kind in ("flash", "paged")):
             raise ValueError(_reason_to_refuse(schemes, backend))
-        for part in _with_sub_configs(config):
+        for each_config in _with_sub_configs(config):
             # Stock constructors refuse these names.
-            if part._attn_implementation_internal in (NAME, UNREGISTERED):
-                part._attn_implementation_internal = None
+            if each_config._attn_implementation_internal in (NAME, UNREGISTERED):
+                each_config._attn_implementation_internal = None
         try:
             with stock_inside(config):
                 super().__init__(config, *args, **kwargs)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            # The caller, and not the checkpoint, may be wrong.
+            # If the config comes from no file, or the caller adds arguments, the caller may be at fault.
             if not was_read or args or kwargs or isinstance(error, HfPosencError):
                 raise
             raise CheckpointError(
@@ -127,6 +130,8 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             ) from error
         if _lacks_loss_type(self):
             self.loss_type = "ForCausalLM"
+        # Some stock constructors (of sequence classification) make the decoder with AutoModel, and so with our class.
+        # It has then patched itself.
         if patch_of(self) is None:
             self._build_schemes(schemes)
         elif needs_attention:
@@ -160,7 +165,10 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """Return what the stock class says: transformers reads it from the source of the file that holds a class."""
+        """Return the stock class's answer.
+
+        transformers reads the file that defines a class, and ours is another file.
+        """
         stock: Any = stock_class(cls, PosEncMixin)
         return bool(stock._can_set_experts_implementation())
 
@@ -198,7 +206,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         return adjusted
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle and copy by the stock class, because this class is made on demand."""
+        """Pickle and copy by naming the stock class, because this class is made on demand."""
         return revive, (model_class, stock_class(type(self), PosEncMixin), stock_config(self.config)), self.__dict__
 
     @classmethod
@@ -225,8 +233,8 @@ def _with_sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield a config and all configs inside it."""
     yield config
     for name in config.sub_configs:
-        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
-            yield from _with_sub_configs(part)
+        if isinstance(sub_config := getattr(config, name, None), PreTrainedConfig):
+            yield from _with_sub_configs(sub_config)
 
 
 def _parts(model: PreTrainedModel, language: PreTrainedConfig) -> list[PreTrainedModel]:
@@ -241,7 +249,7 @@ def _parts(model: PreTrainedModel, language: PreTrainedConfig) -> list[PreTraine
 
 
 def _lacks_loss_type(model: PreTrainedModel) -> bool:
-    """Return whether transformers cannot infer a model's loss from its class name, such as GPT2LMHeadModel.
+    """Return whether transformers cannot infer a model's loss from its class name. It cannot for GPT2LMHeadModel.
 
     transformers then takes the right loss and warns. The warning breaks `torch.compile(fullgraph=True)`.
     """
@@ -302,12 +310,12 @@ def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | N
 
 
 @cached
-def _model_class(stock: type[PreTrainedModel], stock_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def _model_class(stock: type[PreTrainedModel], stock_config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     from transformers.utils import output_capturing
 
-    config, name = config_class(stock_config), name_of(stock, stock_config)
+    config, name = config_class(stock_config_class), name_of(stock, stock_config_class)
     members: dict[str, object] = {"__module__": CLASSES, "config_class": config}
-    if (forward := carrying_forward(stock, stock_config.model_type)) is not None:
+    if (forward := carrying_forward(stock, stock_config_class.model_type)) is not None:
         members["forward"] = forward
     cls: type[PreTrainedModel] = type(name, (PosEncMixin, stock), members)
     # transformers looks up by class which outputs a model can record. Without this, output_attentions gives None.
@@ -329,7 +337,9 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
     family_for(_language_type(raw))
     config, model = stock_classes(architecture(raw))
     if config is None or model is None or config.model_type != base:
-        raise CheckpointError(f"hf_posenc: architectures is {raw.get('architectures')!r}, which is no {base} of ours")
+        raise CheckpointError(
+            f"hf_posenc: architectures is {raw.get('architectures')!r}, which names no hf_posenc class for {base}"
+        )
     return model_class(model, config)
 
 

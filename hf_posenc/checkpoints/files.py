@@ -61,13 +61,13 @@ def staged(directory: Path) -> Iterator[Path]:
 
     Raises:
         OSError: if files cannot be written.
-        CheckpointError: if a `PENDING` folder lies in the directory that no version of this package wrote.
+        CheckpointError: if the directory has a `PENDING` folder that no version of this package wrote.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _own_folder(directory) as staging:
         yield staging
         names = {path.name for path in staging.iterdir()}
-        if not names:  # this process only takes part in gathering
+        if not names:  # another process writes; this one only helped to gather the tensors
             return
         for path in staging.rglob("*"):
             _flush(path)
@@ -112,7 +112,7 @@ def new_folder(directory: Path) -> Iterator[Path]:
     """Make a folder completely or not at all.
 
     Args:
-        directory: path of the new folder. Nothing, or an empty folder, may be there. Its parent is made if need be.
+        directory: path of the new folder. It must not exist, or be empty. Its parent is made if need be.
 
     Yields:
         A path of the same name in a temporary folder, where the body makes the folder. If the body raises, nothing is
@@ -165,7 +165,7 @@ def complete(directory: Path, *, locked: bool = False) -> bool:
         with suppress(FileNotFoundError):
             os.remove(directory / name)
     _flush(directory)
-    # The list is removed last. While it is there, another call can complete the rest.
+    # `_STALE_LIST` is removed last. While it is there, another call can complete the rest.
     for path in files:
         os.remove(path)
     for path in sorted((path for path in pending.rglob("*") if path.is_dir()), reverse=True):
@@ -195,7 +195,7 @@ def _read_pending(pending: Path) -> tuple[list[Path], list[str]]:
         elif listed.is_file():
             stale = read_json(listed)
             if not isinstance(stale, list) or not all(isinstance(n, str) and WEIGHTS.fullmatch(n) for n in stale):
-                problem = f"has a {_STALE_LIST} that names something else than weights beside it"
+                problem = f"has a {_STALE_LIST} that lists other names than those of weight files"
     if problem is not None:
         raise CheckpointError(
             f"hf_posenc: {pending} {problem}, so no save of this package left it. Nothing was read, moved or removed. "
@@ -217,7 +217,7 @@ def _make_parents(target: Path, directory: Path) -> None:
 def _own_folder(directory: Path) -> Iterator[Path]:
     """Make a staging folder that nobody else removes while this process lives."""
     while True:
-        staging = directory / f"{STAGING}-{secrets.token_hex(8)}"  # tempfile would keep other users out
+        staging = directory / f"{STAGING}-{secrets.token_hex(8)}"  # not tempfile: other users could not read its folder
         staging.mkdir()
         handle = lock(staging, shared=False)
         if staging.is_dir():  # another save may remove it as abandoned before it is locked
@@ -260,15 +260,15 @@ def read(directory: Path, load: Callable[[Path], Result]) -> Result:
 
     Args:
         directory: folder of a checkpoint.
-        load: function of the folder to read from. This is the directory itself, or, after an interrupted save, a
+        load: function that loads from a folder. It gets the directory itself or, after an interrupted save, a
             temporary folder of links to the files. `load` is called again if files were exchanged meanwhile.
 
     Returns:
         The value of `load`.
 
     Raises:
-        CheckpointError: if files were exchanged at each of `ATTEMPTS` attempts, or a `PENDING` folder lies in the
-            directory that no version of this package wrote.
+        CheckpointError: if files were exchanged at each of `ATTEMPTS` attempts, or the directory has a `PENDING`
+            folder that no version of this package wrote.
         Exception: any exception of `load`.
     """
     for _ in range(ATTEMPTS):

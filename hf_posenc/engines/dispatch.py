@@ -36,9 +36,10 @@ ENGINES: tuple[Engine, ...] = (
 )
 """Every engine, fastest first.
 
-The numbers are scores per head from which an engine is faster than the next, see `Engine.floors`. They were measured by
-scripts/benchmark_attention.py, on two cores of a Xeon with AMX and of a Zen 5 EPYC. That of `flex` was not measured:
-its kernels take seconds to compile, too long for short calls.
+The numbers count scores per head (queries times keys). Below its number `auto` skips an engine, because the next one is
+faster; see `Engine.floors`. They were measured by scripts/benchmark_attention.py, on two cores of a Xeon with AMX and
+of a Zen 5 EPYC. Only the number of `flex` was not measured. It is large because the kernels of `flex` take seconds to
+compile.
 """
 
 NAMES = tuple(engine.name for engine in ENGINES)
@@ -80,7 +81,7 @@ def choose(wanted: str, call: Call) -> Choice:
         call: the call, with its form.
 
     Raises:
-        ValueError: if a wanted engine cannot carry the call; the message says why.
+        ValueError: if a wanted engine cannot compute the call; the message says why.
     """
     if wanted != "auto":
         if reason := find_engine(wanted).refusal(call):
@@ -102,7 +103,7 @@ def choose(wanted: str, call: Call) -> Choice:
         if reason is None:
             return Choice(engine.name, "; ".join(reasons) or "the fastest")
         reasons.append(f"not {engine.name}: {reason}")
-    raise AssertionError("the reference engine carries everything")
+    raise AssertionError("the reference engine computes every call")
 
 
 def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
@@ -116,11 +117,12 @@ def attend(call: Call, wanted: str = "auto") -> tuple[Tensor, Tensor | None]:
         output (B, Q, H, V) in the query's dtype, and the weights (B, H, Q, L) or None.
 
     Raises:
-        ValueError: if a wanted engine cannot carry the call.
+        ValueError: if a wanted engine cannot compute the call.
     """
     engine, size = find_engine(choose(wanted, call).engine), call.value.shape[-1]
     if size == call.query.shape[-1] or engine.value_sizes:
         return engine.attend(call)
+    # This engine needs values as wide as the queries: pad with zeros, and cut the output off again.
     value = torch.nn.functional.pad(call.value, (0, call.query.shape[-1] - size))
     output, weights = engine.attend(replace(call, value=value))
     return output[..., :size], weights

@@ -1,20 +1,21 @@
 """CUDA: torch's FlexAttention with the scheme in `score_mod` and blocks of the mask built on the device. O(L) memory.
 
-A score `s` at distance `d` is changed in one of three ways. Sizes do not change the function, so a scheme compiles to
-one kernel per dtype and phase instead of one per call:
+A score `s` at distance `d` is changed in one of three ways. The function does not depend on sizes, so a scheme compiles
+to one kernel per dtype and phase (with gradients or without), not one per call:
 
 - linear: `s - m_h d`, one multiplication, for slopes that are not learned (ALiBi).
 - table: `s + b_h(d)` or `f_h(d) s`. The table (H, distances) is computed outside the kernel (learned slopes, ALiBi with
   a window per head, T5, KERPLE, DA-Transformer), and gradients flow through it.
-- labels: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
+- labelled: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
   outside the kernel (Shaw, keys only).
 
 FlexAttention sums the gradients of tables by atomic addition. They are right, but not the same bits twice, so calls
-under `torch.use_deterministic_algorithms` are refused. FlexAttention allows the function to read each table once.
+under `torch.use_deterministic_algorithms` are refused. FlexAttention allows score_mod to read each table
+only once.
 
 Visibility comes from the compact channel. A block of 128 queries and 128 keys is skipped, computed with the mask, or
-computed without it. Its smallest and largest index, segment and position decide. These are (Q / 128)(L / 128) numbers
-instead of one per pair of tokens, and need no wait for the device.
+computed without it. The smallest and largest index, segment and position of the block decide. So the mask needs
+(Q / 128)(L / 128) numbers, not one per pair of tokens, and to build it never waits for the device.
 
 With a linear bias, learned or not, blocks out of reach are skipped as well. The scores of row `i` are bounded by
 `s_ij <= a_i = scaling |q_i| max_(j <= i) |k_j|`. Fewer than L of its keys are at distances of at least `w`. Divided by
@@ -77,7 +78,10 @@ def _capped(score: Tensor, h: Tensor, caps: Tensor | None) -> Tensor:
 
 
 def linear(slopes: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None) -> ScoreMod:
-    """Return `cap(s) - m_h d`; slopes (H,) float32, positions (B, Q) and (B, L)."""
+    """Return the ScoreMod that computes `cap(s) - m_h d`.
+
+    `m` are the slopes, (H,) float32. Positions are (B, Q) and (B, L), caps (H,).
+    """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = (query_positions[b, i] - key_positions[b, j]).clamp(min=0)
@@ -87,11 +91,11 @@ def linear(slopes: Tensor, query_positions: Tensor, key_positions: Tensor, caps:
 
 
 def added(table: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None) -> ScoreMod:
-    """Return `cap(s) + b_h(d)`; table (H, distances) float32."""
+    """Return the ScoreMod that computes `cap(s) + b_h(d)`. The table has `b`, (H, distances) float32."""
     last = table.shape[1] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        # Masked pairs are evaluated too: their distances are put inside the table.
+        # Masked pairs are evaluated too. Their distances are clamped, so that they stay inside the table.
         distance = (query_positions[b, i] - key_positions[b, j]).clamp(min=0, max=last)
         return _capped(score, h, caps) + table[h, distance]
 
@@ -101,7 +105,10 @@ def added(table: Tensor, query_positions: Tensor, key_positions: Tensor, caps: T
 def rescaled(
     table: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None, *, relu: bool
 ) -> ScoreMod:
-    """Return `relu(cap(s)) f_h(d)`, or `cap(s) f_h(d)`; table (H, distances) float32."""
+    """Return the ScoreMod that computes `relu(cap(s)) f_h(d)`, or `cap(s) f_h(d)` without `relu`.
+
+    The table has `f`, (H, distances) float32.
+    """
     last = table.shape[1] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -113,7 +120,11 @@ def rescaled(
 
 
 def labelled(by_label: Tensor, query_positions: Tensor, key_positions: Tensor, caps: Tensor | None) -> ScoreMod:
-    """Return `cap(s + r(b, h, i, min(d, m)))`; by_label (B, H, Q, m + 1) float32."""
+    """Return the ScoreMod that computes `cap(s + by_label[b, h, i, min(d, m)])`.
+
+    The label of a pair is its distance, at most `m`. `by_label` has the product of each query with the vector of each
+    label, (B, H, Q, m + 1) float32.
+    """
     last = by_label.shape[3] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -129,8 +140,8 @@ class Modifier:
 
     Attributes:
         kind: name of the modification. The self-test tries every kind once.
-        make: returns the `ScoreMod`, from the result of `numbers`, the positions of queries and keys, and the caps.
-        numbers: returns the slopes, table or products. Arguments: the queries, a function that returns the number of
+        make: returns the `ScoreMod`, from the result of `operand`, the positions of queries and keys, and the caps.
+        operand: returns the slopes, table or products. Arguments: the queries, a function that returns the number of
             distances (calling it may wait for the device), and the factor of the scores.
         slopes: (H,) slopes of a bias that is linear in the distance, or None.
         on_cpu: whether torch can also compile it for a CPU.
@@ -138,7 +149,7 @@ class Modifier:
 
     kind: str
     make: Callable[[Tensor, Tensor, Tensor, Tensor | None], ScoreMod]
-    numbers: Callable[[Tensor, Callable[[], int], float], Tensor]
+    operand: Callable[[Tensor, Callable[[], int], float], Tensor]
     slopes: Tensor | None = None
     on_cpu: bool = True
 
@@ -150,16 +161,16 @@ def _slopes(form: Slopes) -> Modifier:
 
 
 def _factors(form: Factors) -> Modifier:
-    kind = "rescaled and clipped" if form.relu else "rescaled"
+    kind = "rescaled relu" if form.relu else "rescaled"
     return _table(kind, functools.partial(rescaled, relu=form.relu), form)
 
 
 def _clipped_vectors(form: ClippedVectors) -> Modifier:
-    def numbers(query: Tensor, _: Callable[[], int], scaling: float) -> Tensor:
-        # (m + 1, D) or (H, m + 1, D); the products in float32, since they are scores
+    def operand(query: Tensor, _: Callable[[], int], scaling: float) -> Tensor:
+        # `form.keys` is (m + 1, D) or (H, m + 1, D). The products are float32, because they are scores.
         return query.float() @ form.keys.float().mT * scaling
 
-    return Modifier("labelled", labelled, numbers, on_cpu=False)
+    return Modifier("labelled", labelled, operand, on_cpu=False)
 
 
 def _table(kind: str, make: Callable[..., ScoreMod], form: Bias | Slopes | Factors) -> Modifier:
@@ -190,20 +201,24 @@ def score_mod(form: Form, query: Tensor, positions: Positions, scaling: float, s
         scaling: factor of the scores.
         softcap: cap on the scores, or None.
     """
-    # Copies: compiling for a CPU does not take views that overlap themselves or each other.
+    # These are copies, because compiling for a CPU does not take views that overlap themselves or each other.
     query_positions, key_positions = (
         each.expand(query.shape[0], -1).clone(memory_format=torch.contiguous_format)
         for each in (positions.query_positions, positions.key_positions)
     )
-    # As a tensor: torch.compile makes a number a symbol when it sees a second value, and score_mod takes no symbols.
+    # The caps are a tensor. torch.compile makes a number a symbol when it sees a second value, and score_mod takes no
+    # symbols.
     caps = None if softcap is None else torch.full(query.shape[1:2], softcap, device=query.device)
     modifier = modifier_of(form)
-    numbers = modifier.numbers(query, lambda: longest(positions), scaling)
-    return modifier.make(numbers, query_positions, key_positions, caps)
+    operand = modifier.operand(query, lambda: table_length(positions), scaling)
+    return modifier.make(operand, query_positions, key_positions, caps)
 
 
-def longest(positions: Positions) -> int:
-    """Return how many distances a table needs, rounded up to a power of two, so that few shapes exist."""
+def table_length(positions: Positions) -> int:
+    """Return the number of distances that a table needs, rounded up to a power of two.
+
+    So few shapes exist, and few kernels are compiled.
+    """
     furthest = int(positions.query_positions.max() - positions.key_positions.min())
     return max(BLOCK, 1 << max(furthest, 0).bit_length())
 
@@ -220,12 +235,12 @@ class _Tokens:
     segment: Tensor
 
 
-def block_mask(positions: Positions, size: int, reach: Tensor | None = None) -> BlockMask:
+def block_mask(positions: Positions, batch_size: int, reach: Tensor | None = None) -> BlockMask:
     """Build the mask on the device, O((Q / 128) (L / 128)) numbers, without waiting for the device.
 
     Args:
         positions: positions of the queries and keys.
-        size: B of the queries. The lists of blocks have this size only where rows of the batch differ.
+        batch_size: B of the queries. The lists of blocks have B rows only if the rows of the batch differ.
         reach: (H, blocks of queries) distance from which on keys provably do not count, see `reaches`; or None.
     """
     p = positions
@@ -246,7 +261,7 @@ def block_mask(positions: Positions, size: int, reach: Tensor | None = None) -> 
     whole = _ordered(full.expand(batch, *shape))
 
     query_index, key_index, query_segment, key_segment, windows = (
-        each.expand(size, -1).clone(memory_format=torch.contiguous_format)
+        each.expand(batch_size, -1).clone(memory_format=torch.contiguous_format)
         for each in (queries.index, keys.index, queries.segment, keys.segment, window)
     )
 
@@ -298,7 +313,9 @@ def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
 def reaches(
     query: Tensor, key: Tensor, slopes: Tensor, positions: Positions, scaling: float, epsilon: float = EPSILON
 ) -> Tensor:
-    """Return for each block of queries the distance from which on keys do not count, by the bound above.
+    """Return, for each block of queries, the distance from which on keys do not count.
+
+    The bound is at the top of this file.
 
     Args:
         query: (B, H, Q, D).
@@ -316,7 +333,8 @@ def reaches(
     own_products = torch.einsum("bkgqd,bkqd->bkgq", query.float().view(batch, -1, groups, length, size), key.float())
     key_norms = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32).cummax(-1).values
     query_norms = torch.linalg.vector_norm(query, dim=-1, dtype=torch.float32)
-    # Scores of a few hundred and a slope of 2^-8 leave float32 several digits; the slack covers rounding of products.
+    # With scores of a few hundred and a slope of 2^-8, float32 still leaves several digits. The factor 1 + 2^-12 covers
+    # the rounding of products.
     products = query_norms.view(own_products.shape) * key_norms[:, :, None]
     excess = scaling * (products * (1.0 + 2.0**-12) - own_products)
     excess = _extremes(excess.view(batch * heads, length))[1].view(batch, heads, -1).amax(0)
@@ -339,8 +357,8 @@ def compiled(device: str) -> Callable[..., Any]:
     """Return FlexAttention, compiled on its first call. It raises rather than run uncompiled.
 
     Args:
-        device: `cuda` or `cpu`. On a CPU every shape gets its own kernel. With more than ten symbols for sizes torch
-            would write C++ that does not compile, because it replaces a symbol's name inside longer names.
+        device: `cuda` or `cpu`. On a CPU every shape gets its own kernel. Otherwise sizes are symbols, and with more
+            than ten of them torch writes C++ that does not compile: it replaces a symbol's name inside longer names.
     """
     return torch.compile(flex_attention, fullgraph=True, dynamic=False if device == "cpu" else None)
 
@@ -407,17 +425,17 @@ def why_not(form: Form, query: Tensor) -> str | None:
     if query.device.type == "cuda" and query.shape[-1] < SMALLEST_HEAD:
         return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
     if query.device.type == "cpu" and not modifier_of(form).on_cpu:
-        return "torch cannot compute products per query and label for a CPU once lengths vary"
+        return "on a CPU, torch cannot compile products of queries with labels once lengths vary"
     if form.value_table is not None:
         return "it has no vectors for values: they need the attention weights, which the kernel does not return"
     if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled():
-        if modifier_of(form).numbers(query[:, :, :1], lambda: 1, 1.0).requires_grad:
+        if modifier_of(form).operand(query[:, :, :1], lambda: 1, 1.0).requires_grad:
             return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
     return None
 
 
 def kind_of(call: Call) -> selftest.Kind:
-    """Return the self-test's kind of a call that the engine does not refuse."""
+    """Return the kind under which the self-test tries a call. The engine must not refuse the call."""
     return selftest.Kind(
         form=modifier_of(call.form).kind,
         dtype=call.query.dtype,

@@ -1,10 +1,10 @@
-"""Scores times a factor by distance (DA-Transformer) in linear memory: head by head, a few queries at a time.
+"""Attention whose scores are multiplied by a factor of the distance (DA-Transformer), in linear memory.
 
-No flash kernel takes a factor on its scores. So the scores of a chunk of queries are computed, (rows, L), few enough
-for the caches. With the rows in reverse order the factor of row `r` and key `j` depends on `r + j` only (see
-`toeplitz`). It is read from a table of O(L) numbers through a strided view, so that neither distances nor exponentials
-are computed per score. Backward: a chunk is computed again. The gradient of the table is the sum along each diagonal,
-as in `toeplitz`.
+No flash kernel takes a factor on its scores. So this engine computes the scores of one head and of a few queries at a
+time, (rows, L). They fit into the caches. With the rows in reverse order the factor of row `r` and key `j` depends on
+`r + j` only (see `toeplitz`). It is read from a table of O(L) numbers through a strided view, so that neither distances
+nor exponentials are computed per score. The backward pass computes the scores of a chunk again. The gradient of the
+table is the sum along each diagonal, as in `toeplitz`.
 
 Accuracy class: float32 throughout. bfloat16 inputs are converted to float32 one head at a time.
 """
@@ -25,7 +25,7 @@ from .spans import Context, SpanEngine
 from .tiles import by_pair, softmax_backward
 
 ROWS = 256
-"""Largest number of queries per chunk. Larger chunks compute more masked pairs; smaller ones do not occupy threads."""
+"""Largest number of queries per chunk. Larger chunks compute more masked pairs; smaller ones leave threads idle."""
 
 SCORES = 2**22
 """Largest number of scores of a chunk, 16 MiB. Long sequences have fewer queries per chunk."""
@@ -47,7 +47,9 @@ class Rescaled(SpanEngine[Factors]):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, factors: Tensor, *, scaling: float, relu: bool, window: int
 ) -> Tensor:
-    """Attend causally with scores `relu(q . k scaling) f(d)`; the last query sits on the last key.
+    """Compute causal attention with scores `scaling * relu(q . k) * f(distance)`.
+
+    The last query is the token of the last key.
 
     Args:
         query: (B, H, Q, D) on a CPU, float32 or bfloat16.
@@ -55,14 +57,14 @@ def attend(
         value: (B, H, L, D).
         factors: (H, L) float32, `f` of distances 0 .. L-1. Gradients flow to it.
         scaling: factor of the scores.
-        relu: whether negative scores are clipped at 0 first.
+        relu: whether `q . k` is clipped at 0. Otherwise the scores have no `relu`.
         window: keys at this distance or further are not seen.
 
     Returns:
         (B, H, Q, D) in the query's dtype.
 
     Raises:
-        RuntimeError: in a second derivative.
+        RuntimeError: if the output is differentiated twice.
     """
     rows = max(1, min(ROWS, SCORES // key.shape[2]))
     output: Tensor = _Rescaled.apply(query, key, value, factors, _Settings(scaling, relu, window, rows))
@@ -76,24 +78,30 @@ class _Settings(NamedTuple):
     rows: int
 
 
-class _Work:
-    """Reversed tables, the chunks, and the scores of one chunk, for both passes. Rows are in reverse order."""
+class _Chunks:
+    """Tables, chunks and buffers that the forward and the backward pass use.
 
-    def __init__(self, queries: int, factors: Tensor, settings: _Settings, buffers: int) -> None:
+    The queries of a chunk are in reverse order.
+    """
+
+    def __init__(self, queries: int, factors: Tensor, settings: _Settings, buffer_count: int) -> None:
         keys = factors.shape[1]
         self.relu = settings.relu
         self.factors = tiles.reversed_table(factors * settings.scaling, 0.0)
-        # A bias of -inf masks keys in the pass that multiplies the factors.
+        # -inf for keys that are not seen. `addcmul` adds it in the same pass that multiplies by the factors.
         self.mask = tiles.reversed_table(tiles.windowed(factors.new_zeros(1, keys), settings.window), -math.inf)[0]
         self.chunks = tiles.split(queries, keys, settings.window, settings.rows)
-        self.buffers = tiles.Buffers(min(settings.rows, queries) * keys, buffers)
+        self.buffers = tiles.Buffers(min(settings.rows, queries) * keys, buffer_count)
 
     def rescale(self, h: int, first: int, last: int, scores: Tensor) -> Tensor:
         """Multiply scores (rows, keys) by their factors, in place."""
         return scores.mul_(by_pair(self.factors[h], last - 1, first, *scores.shape))
 
     def weights(self, h: int, first: int, last: int, q: Tensor, k: Tensor, target: int) -> tuple[Tensor, Tensor]:
-        """Return `relu(q . k)` (rows, keys) in buffer 0, and the weights in buffer `target`, which may be 0."""
+        """Return `q . k` (after relu, if set) in buffer 0 and the weights in buffer `target`, both (rows, keys).
+
+        If `target` is 0, the weights overwrite `q . k`.
+        """
         content = self.buffers.product(q, k[first:last].T, 0)
         if self.relu:
             content.relu_()
@@ -108,7 +116,7 @@ class _Rescaled(torch.autograd.Function):
     def forward(
         ctx: Context[_Settings], query: Tensor, key: Tensor, value: Tensor, factors: Tensor, settings: _Settings
     ) -> Tensor:
-        work = _Work(query.shape[2], factors, settings, buffers=1)
+        work = _Chunks(query.shape[2], factors, settings, buffer_count=1)
         output = torch.empty_like(query)
         for b in range(query.shape[0]):
             for h in range(query.shape[1]):
@@ -125,7 +133,7 @@ class _Rescaled(torch.autograd.Function):
     def backward(ctx: Context[_Settings], gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, factors = ctx.saved_tensors
         queries, length = query.shape[2], key.shape[2]
-        work = _Work(queries, factors, ctx.settings, buffers=3)
+        work = _Chunks(queries, factors, ctx.settings, buffer_count=3)
         grad_query, grad_key, grad_value = (torch.empty_like(each) for each in (query, key, value))
         grad_reversed = diagonals = None
         if ctx.needs_input_grad[3]:
@@ -143,6 +151,7 @@ class _Rescaled(torch.autograd.Function):
                     grad_scores = softmax_backward(work.buffers.product(g[rows], v[first:last].T, 2), weights)
                     if grad_reversed is not None and diagonals is not None:
                         torch.mul(grad_scores, content, out=diagonals.room(*shape))
+                        # The place in the reversed table where `by_pair` starts to read this chunk.
                         diagonals.add_to(grad_reversed[h], length - last + first, *shape)
                     if work.relu:
                         torch.ops.aten.threshold_backward(grad_scores, content, 0, grad_input=grad_scores)

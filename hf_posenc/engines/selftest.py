@@ -43,7 +43,7 @@ class Kind:
     """A kind of call, with kernels of its own.
 
     Attributes:
-        form: `linear`, `added`, `rescaled`, `rescaled and clipped` or `labelled`, see `flex.Modifier`.
+        form: `linear`, `added`, `rescaled`, `rescaled relu` or `labelled`, see `flex.Modifier`.
         dtype: of queries and keys.
         size: D.
         grouped: whether query heads share keys.
@@ -84,9 +84,7 @@ EXAMPLES = {
     "linear": Example(lambda table: Slopes(table[:, 0].abs() / 10), learned=False),
     "added": Example(lambda table: Bias(lambda distance: table[:, distance], table.device)),
     "rescaled": Example(lambda table: Factors(lambda distance: table[:, distance], table.device, relu=False)),
-    "rescaled and clipped": Example(
-        lambda table: Factors(lambda distance: table[:, distance], table.device, relu=True)
-    ),
+    "rescaled relu": Example(lambda table: Factors(lambda distance: table[:, distance], table.device, relu=True)),
     "labelled": Example(lambda table: ClippedVectors(table, None), labels=True),
 }
 """`Kind.form` -> the form to try."""

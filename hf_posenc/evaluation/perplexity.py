@@ -41,7 +41,7 @@ class Perplexity(Result):
     nll: float
 
     def bits_per_byte(self, byte_counts: Sequence[int] | None) -> float | None:
-        """Return bits per byte of texts with these numbers of bytes; None without byte counts."""
+        """Return bits per byte, given the number of bytes of each text; None if it is not given."""
         return self.nll / math.log(2) / sum(byte_counts) if byte_counts is not None else None
 
     @property
@@ -69,8 +69,8 @@ def sliding_window_perplexity(
         model: a causal language model, patched or not; set to eval mode and back.
         tokens: `(N,)` int64, `N >= length`, on any device.
         length: tokens in a window, at least 2.
-        stride: tokens from one window to the next, `1 .. length - 1`. A smaller stride gives more context, and the
-            model computes the text `length / stride` times.
+        stride: tokens from one window to the next, `1 .. length - 1`. A smaller stride gives more context but takes
+            longer: the model computes the text about `length / stride` times.
         batch_size: windows per forward pass. None means about 8192 tokens, 1024 on a CPU.
         progress: show a progress bar, in scored tokens.
 
@@ -136,6 +136,7 @@ def _score(
     bar = progress_bar(total, f"{method.replace('_', '-')} {length}", "tok", progress)
     with reading(model, tokens) as reader, bar:
         for batch in reader.batches(shapes, lambda _: length, batch_size):
+            # All windows of a batch have the same length and score the same number of tokens.
             _, first, end = spans[batch[0]]
             windows = torch.stack([tokens[start:end] for start, _, end in (spans[index] for index in batch)])
             for losses in reader.losses(windows, end - first):

@@ -14,7 +14,10 @@ _ALIBI = "a bias by distance on the scores (ALiBi)"
 
 
 def no_alibi(*args: Any, **kwargs: Any) -> None:
-    """Replace the decoder's function that makes the ALiBi bias, which the replaced attention does not read."""
+    """Return no ALiBi bias.
+
+    It stands in for the decoder's function that makes one, because our attention reads none.
+    """
     return
 
 
@@ -50,7 +53,7 @@ class _Bloom(_Dense):
         return arguments["residual"] + dropout(merged, p=attention.hidden_dropout, training=attention.training)
 
     def alibi(self, attention: Any) -> float | None:
-        return 1.0
+        return 1.0  # factor on ALiBi's slopes
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments with a bias of zeros, (B * H, 1, L)."""
@@ -77,7 +80,7 @@ class _Mpt(OwnAttention):
         return attention.softmax_scale
 
     def alibi(self, attention: Any) -> float | None:
-        return 1.0
+        return 1.0  # factor on ALiBi's slopes
 
     def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments without the bias, and with the bool mask of MPT, True for invisible keys."""
@@ -91,7 +94,8 @@ class _Falcon(_Dense):
     def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
         """Return the heads of the fused projection. It has groups of heads: some queries, then one key and one value.
 
-        The number of groups is one, the number of query heads, or any number in the newer architecture.
+        There is one group (multi-query), one for each query head (multi-head), or, with `new_decoder_architecture`, any
+        number.
         """
         groups = attention.num_kv_heads
         fused = attention.query_key_value(hidden_states)
@@ -103,6 +107,7 @@ class _Falcon(_Dense):
         return attention.attention_dropout.p if attention.config.alibi else 0.0  # a Falcon that rotates drops nothing
 
     def alibi(self, attention: Any) -> float | None:
+        # factor on ALiBi's slopes
         return attention.inv_norm_factor if attention.config.alibi else None
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
@@ -139,7 +144,9 @@ class _Gptj(DroppingAttention):
         """Return a rotation of `rotary_dim` dimensions of each head, with the usual base of frequencies."""
         size = config.hidden_size // config.num_attention_heads
         share = config.rotary_dim / size
-        if int(share * size) < config.rotary_dim:  # the division was rounded down, and `int` cuts off
+        # transformers computes `rotary_dim` again, as `int(share * size)`. If the division was rounded down, `int`
+        # would cut off one dimension.
+        if int(share * size) < config.rotary_dim:
             share = math.nextafter(share, 1.0)
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
 
@@ -160,7 +167,7 @@ class _Codegen(_Gptj):
         return query, key, value
 
 
-def _gptj(model_type: str, attention: OwnAttention) -> Family:
+def _gptj_family(model_type: str, attention: OwnAttention) -> Family:
     return Family(
         model_types=(model_type,),
         names=Names(layers="h", attention="attn", token_embedding="wte"),
@@ -183,7 +190,7 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_Bloom(),
         refuse={
-            "slow_but_exact": "the output projection is then cut into slices, which is not done here; set it to False "
+            "slow_but_exact": "it cuts the output projection into slices, which hf_posenc does not do; set it to False "
             "(only the rounding differs)"
         },
         positions_in_mask=True,
@@ -220,6 +227,6 @@ FAMILIES = (
         attention=_GptNeoxJapanese(),
         own_positions="rotation of whole heads or of a part of each",
     ),
-    _gptj("gptj", _Gptj()),
-    _gptj("codegen", _Codegen()),
+    _gptj_family("gptj", _Gptj()),
+    _gptj_family("codegen", _Codegen()),
 )

@@ -1,4 +1,4 @@
-"""Families that are data alone: one row each. A family that brings code of its own has a file beside this one."""
+"""Families that need no code, one row of data each. A family with code has a file of its own in this folder."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,13 @@ from .base import Family, Names, RotationFacts
 from .gguf_blocks import LLAMA_BLOCK
 
 _ENCODER_USE = {
-    # EmbeddingGemma: keys after the query are visible, their distances are negative.
+    # With it, as in EmbeddingGemma, queries see later keys, at negative distances.
     "use_bidirectional_attention": "every scheme is defined for keys at or before the query; set it to False"
 }
 
-# Modules of LLaMA's names, whole heads rotated by one module for all layers. What differs is elsewhere: biases, norms
-# of queries and keys, experts, soft caps, sliding windows, scales of embeddings, rotations by kind of layer.
+# The modules of these types have the names of LLaMA's, and one rotary module rotates whole heads of all layers. The
+# types differ in other things: biases, norms of queries and keys, experts, soft caps, sliding windows, scales of
+# embeddings, rotations by the type of the layer.
 _LIKE_LLAMA = (
     "apertus",
     "arcee",
@@ -60,29 +61,30 @@ _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
+_NO_HEAD = "it has no head of its own: pass the multimodal model, or the text model inside it"
 _BORROWS = Names(attention_borrows="is_kv_shared_layer", layer_lends="shared_kv_states")
 
 
 def _slides(attention: nn.Module) -> bool:
-    """Return whether a layer has a sliding window; in some families only those rotate."""
+    """Return whether a layer has a sliding window. In some families only such layers rotate."""
     return getattr(attention, "sliding_window", None) is not None
 
 
 def _slides_or_all(attention: nn.Module) -> bool:
-    """Return whether a layer has a sliding window, or no layer has one."""
+    """Return whether a layer of EXAONE 4 rotates: it has a sliding window, or the config has none."""
     own: Any = attention
     return own.sliding_window is None or own.is_sliding
 
 
 def _has_theta(attention: nn.Module) -> bool:
-    """Return whether a layer's base of frequencies is not 0, which stands for no rotation."""
+    """Return whether a layer rotates. If not, the config gives 0 as its base of frequencies."""
     own: Any = attention
     return bool(own.config.layer_rope_theta[own.layer_idx])
 
 
 _ROWS = (
-    # The plain rotary decoder; every field has its default. Its layers and those of SmolLM3 compute the same, and
-    # SmolLM3 can leave some of them unrotated.
+    # LLaMA is the plain rotary decoder, for which every field has its default. Its layers compute what those of SmolLM3
+    # compute, and SmolLM3 can leave some of its layers unrotated.
     Family(
         model_types=("llama",),
         rotation=RotationFacts(unrotated_twin="smollm3"),
@@ -93,39 +95,42 @@ _ROWS = (
     Family(model_types=("evolla",), joins_documents=True),
     Family(model_types=("nanochat",), rotation=RotationFacts(backwards=True)),
     Family(model_types=("mistral",), gguf=LLAMA_BLOCK),
-    # A Mamba beside the attention of every layer.
+    # Every layer has a Mamba beside its attention.
     Family(
         model_types=("falcon_h1",),
         joins_documents=True,
         undivided="beside its attention every layer has a state, which would have to travel from shard to shard",
     ),
-    # Configs of their own, for LLaMA's model classes.
+    # These types have configs of their own, but their models are LLaMA's classes.
     Family(model_types=("internlm3", "iquestcoder"), note="its models are LLaMA's"),
-    # Every fourth layer is left unrotated as a rule (`config.no_rope_layers`: 1 means rotated).
+    # `config.no_rope_layers` has a 1 for each layer that rotates. By default every fourth layer has a 0.
     Family(
         model_types=("smollm3",),
         rotation=RotationFacts(attention_switch="use_rope", config_switches="no_rope_layers", unrotated_twin="smollm3"),
         note="`nope` can be exported, in all or some layers",
     ),
-    # Wide heads; the decoder scales the token embeddings by sqrt(E).
+    # Heads can be wider than E / H, and the decoder multiplies the token embeddings by sqrt(E).
     Family(model_types=("gemma",), refuse=_ENCODER_USE),
-    # A second rotary module, without the scaling, for the layers outside a list, which holds all layers as a rule.
+    # Layers outside `config.rope_scaling_layers` use a second rotary module, without scaling. By default none is
+    # outside.
     Family(model_types=("molmo2_text",), rotation=RotationFacts(config_layers="rope_scaling_layers")),
-    # Soft-capped scores, `scaling` from `query_pre_attn_scalar`, every other layer with a sliding window.
+    # Scores have a soft cap, `query_pre_attn_scalar` sets `scaling`, and every other layer has a sliding window.
     Family(model_types=("gemma2",), refuse=_ENCODER_USE, note="soft-capped scores"),
-    # The rotary module has frequencies per layer type and is called once for each, with its name.
+    # The rotary module has frequencies for each layer type. The decoder calls it once for each type, with its name.
     Family(model_types=("gemma3_text",), refuse=_ENCODER_USE, note="a rotation for each type of layer"),
     Family(model_types=("gemma3n_text",), names=_BORROWS),
-    # Heads differ in size by the type of the layer. Before the layers that borrow, the decoder may drop tokens.
+    # The head size depends on the type of the layer. From the first layer that borrows keys and values, the decoder may
+    # compute only the tokens of `logits_to_keep`. None at `first_kv_shared_layer_idx` switches this off.
     Family(
         model_types=("gemma4_text", "gemma4_unified_text"),
         names=replace(_BORROWS, attention_key_value_groups="num_key_value_groups"),
         decoder_attributes={"first_kv_shared_layer_idx": None},
-        note="heads of two sizes",
+        note="heads have two sizes, by the type of the layer",
     ),
-    # Partial rotation, sliced by each attention's own number and not by the width of cos.
+    # These types rotate a part of each head. The attention takes the number of rotated dimensions from `rotary_ndims`,
+    # not from the width of cos.
     Family(model_types=("phi", "stablelm"), rotation=_SLICED_BY_SIZE),
-    # Partial rotation, sliced by the width of cos.
+    # These types rotate a part of each head, and the width of cos says how many dimensions.
     Family(model_types=("glm4_moe", "nemotron"), rotation=_SLICED),
     # One projection makes queries, keys and values.
     Family(
@@ -143,7 +148,7 @@ _ROWS = (
     Family(model_types=("exaone4", "exaone_moe", "kolibri1"), rotation=RotationFacts(rotates=_slides_or_all)),
     Family(model_types=("afmoe",), rotation=RotationFacts(rotates=_slides), joins_documents=True),
     Family(model_types=("muse_glimmer_text", "muse_spark_text"), rotation=RotationFacts(rotates=_has_theta)),
-    # Attention sinks: one more score per head in the softmax. GPT-OSS gives each angle once.
+    # The softmax has one more score per head, an attention sink. The cos of GPT-OSS has each angle once.
     Family(
         model_types=("gpt_oss",), rotation=RotationFacts(angles="once"), joins_documents=True, note="attention sinks"
     ),
@@ -159,7 +164,7 @@ _ROWS = (
         rotation=_SLICED,
         note="attention sinks",
     ),
-    # Latent attention (MLA): a part of each head is set apart for rotation; values are smaller than queries and keys.
+    # Latent attention (MLA) sets a part of each head apart for rotation. Values are smaller than queries and keys.
     Family(
         model_types=("deepseek_v2",),
         names=_LATENT_NAMES,
@@ -171,13 +176,13 @@ _ROWS = (
         rotation=replace(_LATENT, config_interleaved="rope_interleave"),
     ),
     Family(model_types=("minicpm3",), names=_LATENT_NAMES, rotation=_LATENT),
-    # Latent attention, and queries grow with the position as those of ministral3.
+    # It has latent attention, and its queries grow with the position as those of ministral3 do.
     Family(
         model_types=("mistral4",),
         names=_LATENT_NAMES,
         rotation=replace(_LATENT, config_interleaved="rope_interleave", parameter_temperature=_TEMPERATURE),
     ),
-    # Position ids end in the layers, or in the attention.
+    # In these types `position_ids` reach the layers, but not the attention function.
     Family(model_types=("chameleon",), drops_position_ids=True),
     Family(model_types=("persimmon",), rotation=_SLICED_BY_SIZE, drops_position_ids=True),
     Family(
@@ -192,8 +197,8 @@ _ROWS = (
         drops_position_ids=True,
         undivided="it makes chunks of the sequence for its attention, and counts tokens from the start of each shard",
     ),
-    # Queries grow with the position beyond `original_max_position_embeddings`. In older releases of transformers
-    # position ids end in the attention.
+    # Queries grow with the position beyond `original_max_position_embeddings`. In older releases of transformers,
+    # `position_ids` do not reach the attention function.
     Family(
         model_types=("ministral3",),
         rotation=RotationFacts(parameter_temperature=_TEMPERATURE),
@@ -203,9 +208,10 @@ _ROWS = (
         model_types=("modernbert-decoder",), names=Names(attention="attn", token_embedding="embeddings.tok_embeddings")
     ),
     Family(model_types=("laguna", "step3p5"), names=Names(attention_heads="num_heads"), rotation=_SLICED),
-    # Layers without attention, through which order flows all the same.
+    # Some layers have no attention. They are recurrences or convolutions, so the model knows the order of tokens even
+    # under `nope`.
     Family(model_types=("bamba", "qwen3_next"), rotation=_SLICED, hybrid=True),
-    # The decoders of models that see: a position may have a time, a height and a width.
+    # These are the decoders of vision-language models. A position may have three coordinates: time, height and width.
     Family(
         model_types=("qwen3_5_moe_text", "qwen3_5_text"),
         rotation=replace(_COORDINATES, slices_rotary=True),
@@ -223,29 +229,29 @@ _ROWS = (
             "qwen3_vl_text",
         ),
         rotation=_COORDINATES,
-        note="without a head: the text model inside",
+        note=_NO_HEAD,
     ),
     Family(
         model_types=("glm4v_moe_text", "glm_image_text"),
         rotation=replace(_COORDINATES, slices_rotary=True),
-        note="without a head: the text model inside",
+        note=_NO_HEAD,
     ),
     Family(
         model_types=("glm4v_text", "glm_ocr_text"),
         rotation=replace(_COORDINATES, slices_rotary=True, pairs="interleaved", angles="each twice"),
-        note="without a head: the text model inside",
+        note=_NO_HEAD,
     ),
     Family(
         model_types=("ernie4_5_vl_moe_text",),
         rotation=replace(_COORDINATES, pairs="interleaved", angles="each twice"),
-        note="without a head: the text model inside",
+        note=_NO_HEAD,
     ),
     Family(
         model_types=("hunyuan_vl_text",),
         rotation=_COORDINATES,
         drops_position_ids=True,
         joins_documents=True,
-        note="without a head: the text model inside",
+        note=_NO_HEAD,
     ),
     Family(model_types=("lfm2", "lfm3", "minimax", "olmo_hybrid"), hybrid=True),
     Family(model_types=("lfm2_moe",), rotation=RotationFacts(rotary="pos_emb"), hybrid=True),
@@ -256,18 +262,21 @@ _ROWS = (
         hybrid=True,
     ),
     Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),
-    # Mixture of attention heads: each expert has queries of its own, which share keys and values.
+    # JetMoE has a mixture of attention heads. Each expert has queries of its own, and all experts share keys and
+    # values.
     Family(
         model_types=("jetmoe",),
         names=Names(attention="self_attention"),
         keeps_no_numbers="repeats its keys for every expert after they are cached",
-        note="experts among its heads",
+        note="each expert has its own query heads",
     ),
-    # Fused projections, partial rotation, and LongRoPE, whose factors change with the length: `generate` drops the
-    # cache when it crosses `config.original_max_position_embeddings`, since keys that were rotated by the short factors
-    # are useless from there on.
-    Family(model_types=("phi3",), rotation=_SLICED, note="LongRoPE drops the cache at its original length"),
-    # GPT-NeoX and Pythia: partial rotation; layers take the cache as `layer_past`.
+    # One projection makes queries, keys and values. Some models rotate a part of each head. The factors of LongRoPE
+    # change with the length. So `generate` drops the cache when it crosses `config.original_max_position_embeddings`,
+    # because its keys were rotated by the factors for shorter lengths.
+    Family(
+        model_types=("phi3",), rotation=_SLICED, note="with LongRoPE, `generate` drops the cache at the original length"
+    ),
+    # GPT-NeoX and Pythia rotate a part of each head, and their layers take the cache as `layer_past`.
     Family(
         model_types=("gpt_neox",),
         names=Names(attention="attention", token_embedding="embed_in", attention_head_dim="head_size"),
@@ -275,5 +284,5 @@ _ROWS = (
     ),
 )
 
-# Types that are alike share a row. Each gets a family of its own, which messages then name alone.
+# Model types that are alike share a row. Each gets a family of its own, so that messages name one model type only.
 FAMILIES = tuple(replace(row, model_types=(model_type,)) for row in _ROWS for model_type in row.model_types)

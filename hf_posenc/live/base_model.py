@@ -71,10 +71,13 @@ class BaseModel:
 
     @property
     def configs(self) -> list[PreTrainedConfig]:
-        """The configs of the model and its attentions, without repetition. A layer's deepcopy has a config copy."""
+        """The configs of the model and its attentions, without repetition.
+
+        An attention that was deep-copied has a config of its own.
+        """
         attention_configs = (module.config for module in self.found.attentions if "config" in module.__dict__)
-        wholes = (config.whole if isinstance(config, LayerConfig) else config for config in attention_configs)
-        return list({id(config): config for config in (self.config, *wholes)}.values())
+        model_configs = (config.whole if isinstance(config, LayerConfig) else config for config in attention_configs)
+        return list({id(config): config for config in (self.config, *model_configs)}.values())
 
     @property
     def name(self) -> str:
@@ -172,7 +175,10 @@ class BaseModel:
         return self.family.positions_in_mask
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
-        """Return the indices of a fitted scheme's layers. If it selects none, these are all in which it can act."""
+        """Return the indices of a fitted scheme's layers.
+
+        If the scheme names no layers, these are all layers in which it can act.
+        """
         assert not isinstance(scheme.layers, str)
         return scheme.acts_on.possible_layers(self) if scheme.layers is None else scheme.layers
 
@@ -184,7 +190,7 @@ class BaseModel:
     def own_scheme(self, layers: tuple[int, ...]) -> Scheme | None:
         """Return a scheme that computes the positions of a base without a rotary module, for some of its layers.
 
-        None if the base's attention code encodes no positions by itself.
+        Return None if the base's attention code encodes no positions by itself.
         """
         attention = self.family.attention
         if attention is None:
@@ -258,7 +264,10 @@ class BaseModel:
             )
 
     def native(self) -> Native:
-        """Return the facts about the base by which schemes start. Its table begins at position 0, and is detached."""
+        """Return the base's own positions, from which schemes can start.
+
+        The table is detached, and its first row is position 0.
+        """
         table = None
         if isinstance(self.found.position_table, nn.Embedding):
             table = self.found.position_table.weight.detach()[self.family.table_offset :]

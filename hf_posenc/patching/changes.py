@@ -348,7 +348,7 @@ def place(plan: Plan) -> Changes:
         marker = MARKER + scheme.name + (f"_{namesakes + 1}" if namesakes else "")
         sites.append(ModelSite(changes, scheme, marker))
     _silence_base(changes, sites)
-    for layer in plan.replaced:
+    for layer in plan.replaced_attentions:
         _replace_attention(changes, plan.base.found.attention_of[layer])
     for site in sorted(sites, key=lambda site: site.scheme.acts_on.order()):
         site.scheme.acts_on.put(site.scheme, site)

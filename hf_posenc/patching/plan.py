@@ -42,15 +42,15 @@ class Plan:
         return self.base.layers_of(scheme)
 
     @property
-    def replacing(self) -> tuple[Scheme, ...]:
+    def position_schemes(self) -> tuple[Scheme, ...]:
         """The schemes that replace the positions of their layers."""
         return tuple(scheme for scheme in self.schemes if not scheme.acts_on.joins())
 
     @property
     def base_layers(self) -> tuple[int, ...]:
         """Indices of the layers with attention whose positions no scheme replaces. They keep the base's positions."""
-        named = {layer for scheme in self.replacing for layer in self.layers_of(scheme)}
-        return tuple(layer for layer in self.base.sizes if layer not in named)
+        replaced_layers = {layer for scheme in self.position_schemes for layer in self.layers_of(scheme)}
+        return tuple(layer for layer in self.base.sizes if layer not in replaced_layers)
 
     @property
     def base_scheme(self) -> Scheme | None:
@@ -72,7 +72,7 @@ class Plan:
         return tuple(bool(scheme.acts_on.rotations(scheme)) for scheme in self.schemes)
 
     @property
-    def replaced(self) -> tuple[int, ...]:
+    def replaced_attentions(self) -> tuple[int, ...]:
         """Indices of the layers whose attention is replaced by a class that uses transformers' attention interface.
 
         They are all layers if the family bypasses the interface. If the base has no rotary module, they are the layers
@@ -132,8 +132,8 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     base = BaseModel.of(model)
     chosen = choose_layers(schemes, base)
     check_engine(attention)
-    named = {layer for scheme in chosen if not scheme.acts_on.joins() for layer in base.layers_of(scheme)}
-    base = replace(base, keeps_table=base.has_table and len(named) < base.num_layers)
+    replaced_layers = {layer for scheme in chosen if not scheme.acts_on.joins() for layer in base.layers_of(scheme)}
+    base = replace(base, keeps_table=base.has_table and len(replaced_layers) < base.num_layers)
     plan = Plan(base, tuple(scheme.acts_on.fit(scheme, base) for scheme in chosen), attention)
     _check_lenders(plan)
     _check_factors(plan)
@@ -152,6 +152,7 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
 
 def _check_lenders(plan: Plan) -> None:
     """Raise UnsupportedModelError if a layer borrows keys that are rotated otherwise than its queries."""
+    # layer -> the scheme that rotates it, True for the base's rotary module; absent if nothing does
     rotated_by: dict[int, Scheme | bool] = dict.fromkeys(plan.rotated_by_base, True)
     for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
         rotated_by |= {layer: scheme for layer in plan.layers_of(scheme) if rotates and layer not in rotated_by}
@@ -164,9 +165,12 @@ def _check_lenders(plan: Plan) -> None:
 
 
 def _check_factors(plan: Plan) -> None:
-    """Raise UnsupportedModelError if a scheme joins a factor of the base that depends on the position.
+    """Check that no scheme changes queries that the base already multiplies by a factor of the position.
 
     Two factors would multiply, and a norm would divide the base's factor out.
+
+    Raises:
+        UnsupportedModelError: if one does.
     """
     scaled = set(plan.base.scaled_by_position)
     for scheme, rotates in zip(plan.schemes, plan.rotating, strict=True):
@@ -186,14 +190,18 @@ def _check_reach(plan: Plan) -> None:
         if plan.limit is not None and scheme.acts_from > plan.limit:
             raise ValueError(
                 f"{scheme.name} would change nothing: it acts from {scheme.acts_from} tokens on, and the model has "
-                f"{plan.limit} positions. Give a smaller length, or a scheme without a limit beside it"
+                f"{plan.limit} positions. Set a smaller length for it, or combine it with a scheme that has no limit"
             )
 
 
 def _check_forwards(plan: Plan) -> None:
-    """Raise UnsupportedModelError if somebody has put a forward on an attention that would bypass a scheme."""
+    """Check that nobody has replaced the forward of an attention, so that it would bypass a scheme.
+
+    Raises:
+        UnsupportedModelError: if somebody has.
+    """
     found = plan.base.found
-    replaced = plan.replaced
+    replaced = plan.replaced_attentions
     for index, attention in found.attention_of.items():
         if index not in replaced and not plan.attends:
             continue

@@ -52,7 +52,10 @@ from .training_positions import PLAIN
 FIT_WINDOWS = 10
 """Number of windows that fit the temperature; two of them only judge."""
 REUSED_RESULTS = ("seconds", "before", "retrieval_before", "calibration", "learning_rates")
-"""Results that a run takes over from its own interrupted start, or from another run of its sweep."""
+"""Results that a resumed run keeps. A run of a sweep takes the measurements of the base from an earlier run."""
+
+
+# The first line of the docstrings of these two classes is a heading in --help.
 
 
 @dataclass
@@ -120,7 +123,8 @@ def run(arguments: Arguments, sweep: Sweep | None = None) -> Results:
         The content of results.json.
 
     Raises:
-        UsageError: the arguments, the text and the model cannot work together. It comes before anything long starts.
+        UsageError: if the arguments, the text and the model cannot work together. It is raised before anything that
+            takes long.
         Interrupted, Diverged, OSError: see `training.fine_tune`.
     """
     prepared = prepare(arguments, sweep)
@@ -206,7 +210,7 @@ def make_plan(arguments: Arguments, text: Text, trained_length: int, accelerator
 
 @dataclass
 class Run:
-    """A run; each of its methods is one step.
+    """A run. `run` calls its steps in order, from `begin` to `write`.
 
     Attributes:
         arguments: checked options.
@@ -221,7 +225,8 @@ class Run:
         model: first the base, then the patched model, on the device.
         results: the content of results.json so far.
         calibration_loss: function that measures held-out loss in windows as long as those of the calibration.
-        base_loss: `calibration_loss` of the base; None for no calibration.
+        base_loss: the base's `calibration_loss`; None if this run does not calibrate, or calibrated before it was
+            interrupted.
         teacher: copy of the base; None without `--distill`.
         wrapped: the model as accelerate wrapped it; None before the fine-tuning.
     """
@@ -265,7 +270,7 @@ class Run:
         run_folder.write_progress(self.accelerator, self.output, self.results)
 
     def begin(self) -> None:
-        """Start the run in its folder."""
+        """Write the first progress into the folder, unless the run is resumed."""
         if self.accelerator.is_main_process:
             run_folder.check(self.arguments)  # a second time: another run may have begun meanwhile
         if not self.resumed:
@@ -296,7 +301,8 @@ class Run:
             with self.timed("before"):
                 self.results["before"], self.results["retrieval_before"] = self.measure()
         self.write_progress()
-        set_seed(self.arguments.seed)  # the base may have been trained or measured just now, or earlier
+        # A resumed run may neither train nor measure the base again. This gives it the same random numbers.
+        set_seed(self.arguments.seed)
 
     def measure(self) -> tuple[list[Results], list[Results]]:
         """Measure perplexities and retrieval of the model."""
@@ -316,7 +322,6 @@ class Run:
             self.say(f"Patched\n{hf_posenc.describe(self.model)}\n{self.results['verify']}")
         self.results["scheme"] = models.schemes_to_json(hf_posenc.schemes_of(self.model))
         if arguments.lora_rank:
-            # A copy of the config: PEFT writes into it.
             self.model = peft.get_peft_model(self.model, hf_posenc.lora_config(self.model, r=arguments.lora_rank))
             trained, total = models.count_weights(self.model, trained=True), models.count_weights(self.model)
             self.say(f"LoRA of rank {arguments.lora_rank}: {trained:,} of {total:,} weights are trained")
@@ -348,7 +353,8 @@ class Run:
             run_folder.write_calibrated(self.accelerator, self.model, self.output, self.results)
         self.say(run_report.calibration_line(self.results["calibration"]))
         if self.windows is not None:
-            set_seed(self.arguments.seed)  # it may have been calibrated just now, or earlier
+            # A resumed run may not calibrate again. This gives it the same random numbers.
+            set_seed(self.arguments.seed)
 
     def fine_tune(self) -> None:
         """Fine-tune the model; with `--distill` the base is its teacher."""
@@ -451,8 +457,8 @@ def check_arguments(arguments: Arguments) -> Schemes:
         schemes = models.read_schemes("scheme", arguments.scheme, models.hyperparameters(arguments.scheme_args))
     elif arguments.scheme_args or arguments.lora_rank:
         raise UsageError(
-            f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank; as a control with LoRA patch in the "
-            "base's own scheme (rope, or learned)"
+            f"--scheme {UNPATCHED} takes neither --scheme-args nor --lora-rank. For a control with LoRA, patch in "
+            "the base's own scheme (rope, or learned)"
         )
     if arguments.model is not None:
         family_for(models.stock_config(arguments).model_type)  # its error lists the families
@@ -540,7 +546,7 @@ def check_patch(
             )
         training_positions.check_follows(model, arguments)
         check_fit(model, text, arguments, accelerator)
-        # Only for the embedded base: with a large model on a CPU it takes a while, and `patch` verifies again.
+        # This is only for the embedded base, because `patch` verifies again, and a large model on a CPU takes a while.
         if schemes and arguments.model is None:
             report = str(hf_posenc.verify(model)).splitlines()[0]
-            accelerator.print(f"The swap, tried out first: {report}")
+            accelerator.print(f"Trial of the swap: {report}")

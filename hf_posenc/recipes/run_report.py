@@ -17,6 +17,7 @@ SAME = 0.02
 """Relative difference to the base's perplexity below which a model counts as good as its base."""
 HOLDS = 0.05
 """Relative increase over the perplexity at the base's length up to which a longer context counts as good."""
+
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 
@@ -98,14 +99,16 @@ def calibration_line(calibration: Results) -> str:
     losses, divergence = calibration["held_out_loss"], calibration["divergence"]
     remarks = " ".join(remark.rstrip(".") + "." for remark in calibration.get("remarks", ()))
     return (
-        f"calibrated: attention {divergence['before']:.3f} nats from the base's before, {divergence['after']:.3f} "
-        f"after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
+        f"calibrated: KL divergence of attention from the base's {divergence['before']:.3f} nats before, "
+        f"{divergence['after']:.3f} after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
         f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}"
     ) + (f". {remarks}".rstrip(".") if remarks else "")
 
 
 def verdict(results: Results) -> str:
-    """Compare, in sentences, sliding-window perplexity with the base's at the length the base was trained at.
+    """Return sentences that compare sliding-window perplexity with the base's.
+
+    They compare it at the length at which the base was trained, or below, and say how far it holds beyond.
 
     Args:
         results: results of extend_context.py.
@@ -115,8 +118,8 @@ def verdict(results: Results) -> str:
     longest = max(after)
     if compared_length is None:
         return (
-            f"Nothing was measured at {trained} tokens, where the base was trained, or below: there is no base to "
-            "compare with."
+            f"Nothing was measured at {trained} tokens, the length at which the base was trained, or below: there is "
+            "no base to compare with."
         )
     base, now, far = before[compared_length], after[compared_length], after[longest]
     text = f"Perplexity at {compared_length} tokens: {base:.2f} before, {now:.2f} after."
@@ -128,13 +131,13 @@ def verdict(results: Results) -> str:
         text += " The model is as good as its base there."
     if longest <= compared_length:
         return text
-    then = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
+    of_base = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
     limit = compared_length
     for length in sorted(length for length in after if length > compared_length):
         if after[length] > now * (1 + HOLDS):
-            return f"{text} It holds to {limit} tokens and gets worse beyond: at {longest} it has {far:.2f}, {then}."
+            return f"{text} It holds to {limit} tokens and gets worse beyond: at {longest} it has {far:.2f}, {of_base}."
         limit = length
-    return f"{text} It holds to {longest} tokens, where it has {far:.2f}, {then}."
+    return f"{text} It holds to {longest} tokens, where it has {far:.2f}, {of_base}."
 
 
 # ----------------------------------------------------------------------------------------------------------- the report

@@ -15,7 +15,8 @@ from .base import EmbeddingScheme, init
 Initialization = Literal["native", "interpolated", "hierarchical", "sinusoidal", "normal"]
 
 HIERARCHY = 0.4
-"""Su's alpha: the share of the coarse part in a position's vector. With 0.5, (i, j) and (j, i) would be equal."""
+"""Su's alpha: the share of the coarse part in a position's vector. With 0.5, positions i n + j and j n + i
+would get the same vector."""
 
 
 @register_scheme
@@ -26,8 +27,8 @@ class Learned(EmbeddingScheme):
     Equation: `h_t = x_t + P[t]` (Gehring et al. 2017, arXiv:1705.03122, section 3.1; GPT-2).
     Beyond the training length: nothing; a position past the table raises ValueError.
     Deviations: none. `initialization="hierarchical"` is Su Jianlin's decomposition, 2020, spaces.ac.cn/archives/7947:
-    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`. It continues a trained table of n
-    positions to n^2 and leaves the first n unchanged.
+    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, with `p_i` the rows of the trained
+    table. It continues a table of n positions to n^2 and leaves the first n unchanged.
     Source: Gehring et al. 2017, arXiv:1705.03122; Radford et al. 2019 (GPT-2).
 
     Args:
@@ -128,6 +129,7 @@ class Table(PositionEmbedding):
             rms = native.token_rms if native.table is None else native.table.double().square().mean().sqrt().item()
             device = self.table.device
             waves = sinusoids(torch.arange(count, device=device), geometric_frequencies(size, 10000.0, device))
+            # sines and cosines have an RMS of 1 / sqrt(2)
             return torch.stack(waves, -1).flatten(-2)[:, :size] * (rms * 2**0.5)
         if self.initialization == "native":
             return native.table[:count]
@@ -136,7 +138,10 @@ class Table(PositionEmbedding):
         return hierarchical(native.table, count)
 
     def embed(self, position_ids: Tensor) -> Tensor:
-        """Return rows of the table, (B|1, T, E); ValueError past its end, while compiling the device's index error."""
+        """Return rows of the table, (B|1, T, E).
+
+        A position past its end raises ValueError, or in compiled code the device's index error.
+        """
         rows = self.table.shape[0]
         if not torch.compiler.is_compiling() and position_ids.numel():
             last = int(position_ids.max())

@@ -41,14 +41,16 @@ class RotaryWeights(Result):
     still: Tensor
 
     def decay(self, distances: Sequence[int]) -> Decay:
-        """Return the mean score by distance, as if queries and keys did not depend on their distance.
+        """Return the mean score by distance, for queries and keys that do not depend on the distance between them.
 
-        It is `still + Re sum_u h_u e^(i d w_u)`. It is not divided by its value at 0, which can be negative.
+        It is `still + Re sum_u h_u e^(i d w_u)`. The curve is not scaled to 1 at distance 0,
+        because its value there can be negative.
 
         Args:
             distances: distances in tokens, positive or negative.
         """
         d = torch.tensor(list(distances), dtype=torch.int64)
+        # `wave_sum` is a mean over pairs
         sums = [wave_sum(d, w, h).real * len(w) for w, h in zip(self.frequencies, self.weights, strict=True)]
         return Decay(self.label, d, torch.stack(sums) + self.still[..., None])
 
@@ -63,6 +65,7 @@ class RotaryWeights(Result):
         """
         d = torch.tensor(list(distances), dtype=torch.int64)
         layers = zip(self.frequencies, self.weights, strict=True)
+        # `wave_integral` is the limit of a mean over pairs
         rows = [
             torch.stack([wave_integral(d, w, head).real * len(w) for head in h])
             for w, h in tqdm(layers, total=len(self.layers), disable=not progress, desc="integrals", unit="layer")
@@ -122,6 +125,7 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
         )
         weights = _mean_product(query * inverse, key * inverse)
         still = _mean_product(still_query, still_key).sum(-1)
+        # The frequency of a pair is its angle at position 1.
         measured.append((-inverse[1].angle(), weights * call.scaling, still * call.scaling))
     frequencies, weights, still = (torch.stack(each) for each in zip(*measured, strict=True))
     return RotaryWeights(label, tuple(calls), frequencies, weights, still)

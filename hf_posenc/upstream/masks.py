@@ -1,6 +1,7 @@
-"""The mask function of this package. It makes the position channel from transformers' description of a mask.
+"""The mask function of this package. It makes the position channel where transformers would make a mask.
 
-Importing this module registers the function with transformers under the name `hf_posenc`.
+The channel is an int32 tensor with the positions, padding, documents and window from which engines derive the mask (see
+`positions`). Importing this module registers the function with transformers under the name `hf_posenc`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MaskFunction = Callable[..., Tensor]
 """(batch row, head, query slot, key slot) -> whether the query sees the key."""
 
 
-class MaskShape(TypedDict, total=False):
+class MaskParts(TypedDict, total=False):
     """The parts of a mask function. An entry is missing if the mask has no such part.
 
     Attributes:
@@ -70,7 +71,7 @@ def _remapping_code() -> object:
 _REMAPPED = _remapping_code()
 
 
-def describe_mask(mask_function: MaskFunction) -> MaskShape | None:
+def describe_mask(mask_function: MaskFunction) -> MaskParts | None:
     """Return the parts of a mask function of transformers, or None if it has an unknown part.
 
     Closures are recognised by the identity of their code, so that no unknown closure is mistaken for a known one.
@@ -87,34 +88,35 @@ def describe_mask(mask_function: MaskFunction) -> MaskShape | None:
         return {"segments": inside["packed_sequence_mask"]}
     if code is _CHUNKED:
         return {"chunks": (inside["chunk_size"], inside["left_padding"])}
-    if code is _REMAPPED:  # positions of one packed document are consecutive: order and lags are those of the indices
+    # Inside a packed document positions are consecutive, so they have the order and the distances of the slots.
+    if code is _REMAPPED:
         return describe_mask(inside["mask_function"])
-    parts = [describe_mask(part) for part in inside["mask_functions"]]
-    known = [part for part in parts if part is not None]
-    if len(known) != len(parts) or sum("window" in part for part in known) > 1:
+    described = [describe_mask(function) for function in inside["mask_functions"]]
+    known = [each for each in described if each is not None]
+    if len(known) != len(described) or sum("window" in each for each in known) > 1:
         return None
-    shape: MaskShape = {}
-    for part in known:
-        shape.update(part)
-    return shape
+    parts: MaskParts = {}
+    for each in known:
+        parts.update(each)
+    return parts
 
 
-def in_segments(shape: MaskShape, key_index: Tensor, *, same_tokens: bool) -> MaskShape | None:
+def chunks_to_segments(parts: MaskParts, key_index: Tensor, *, same_tokens: bool) -> MaskParts | None:
     """Return the parts of a mask with chunks expressed as segments; None where this is impossible.
 
     Args:
-        shape: parts from `describe_mask`.
+        parts: parts from `describe_mask`.
         key_index: slots of the keys, (1, L).
         same_tokens: whether queries and keys are the same tokens.
     """
-    if "chunks" not in shape:
-        return shape
-    size, padding = shape.pop("chunks")
+    if "chunks" not in parts:
+        return parts
+    size, padding = parts.pop("chunks")
     if key_index.shape[-1] == 0 or int(key_index[0, -1]) < size:
-        return shape  # all keys are in the first chunk, and its padding is masked anyway
-    if not same_tokens or "segments" in shape:
+        return parts  # all keys are in the first chunk, and its padding is masked anyway
+    if not same_tokens or "segments" in parts:
         return None
-    return {**shape, "segments": (key_index - padding.to(key_index.device)[:, None]) // size}
+    return {**parts, "segments": (key_index - padding.to(key_index.device)[:, None]) // size}
 
 
 def causal_documents(segments: Tensor | None) -> MaskFunction:
@@ -131,7 +133,7 @@ def causal_documents(segments: Tensor | None) -> MaskFunction:
 
 def probe_mask(
     mask_function: MaskFunction, query_index: Tensor, batch_size: int, same_tokens: bool, window: int | None
-) -> MaskShape:
+) -> MaskParts:
     """Find window and segments by evaluating the mask function on O(Q) pairs.
 
     While torch compiles, closures cannot be taken apart. The decoder masks of transformers are conjunctions of
@@ -146,22 +148,22 @@ def probe_mask(
         window: the config's sliding window. This mask may lack it.
 
     Returns:
-        The parts, as `describe_mask` returns them, with `window` a tensor.
+        The parts, in the form of `describe_mask`. `window` is a tensor.
     """
-    shape: MaskShape = {"causal": True}
+    parts: MaskParts = {"causal": True}
     rows = torch.arange(batch_size, device=query_index.device)[:, None]
     index = query_index.expand(batch_size, -1)
     same_segment = torch.ones_like(index, dtype=torch.bool)
     if same_tokens:
         joined = mask_function(rows, 0, index, (index - 1).clamp(min=0))
-        shape["segments"] = (~joined).cumsum(-1)
+        parts["segments"] = (~joined).cumsum(-1)
     if window is not None:
         nearest_outside = (index - window).clamp(min=0)
         if same_tokens:
-            same_segment = shape["segments"] == shape["segments"].gather(-1, nearest_outside)
+            same_segment = parts["segments"] == parts["segments"].gather(-1, nearest_outside)
         shows_outside = mask_function(rows, 0, index, nearest_outside) & same_segment & (index >= window)
-        shape["window"] = torch.where(shows_outside.any(), positions.NO_WINDOW, window)
-    return shape
+        parts["window"] = torch.where(shows_outside.any(), positions.NO_WINDOW, window)
+    return parts
 
 
 def position_channel(
@@ -182,11 +184,12 @@ def position_channel(
         batch_size: B.
         q_length: Q.
         kv_length: L.
-        q_offset: slot of the first query. A static cache passes its own tensor, which later steps change.
+        q_offset: slot of the first query. A static cache passes its own tensor, which later steps change, so
+            keep no reference to it.
         kv_offset: slot of the first key.
         mask_function: says which pairs of slots are visible.
         attention_mask: (B, slots) bool, False for padding, or None.
-        use_vmap: evaluate the mask function by `torch.vmap`, because it is not made of index arithmetic.
+        use_vmap: evaluate the mask function by `torch.vmap`. Needed if it is not made of index arithmetic.
         device: device of the model's inputs.
         **kwargs: the other arguments of the interface.
 
@@ -204,8 +207,8 @@ def position_channel(
     valid = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     arguments = count_positions(valid, query_index, key_index)
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
-    shape = _shape_of(mask_function, query_index, key_index, batch_size, same_tokens, kwargs.get("config"))
-    if shape is None or "causal" not in shape:
+    parts = _parts_of(mask_function, query_index, key_index, batch_size, same_tokens, kwargs.get("config"))
+    if parts is None or "causal" not in parts:
         visible = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -222,7 +225,7 @@ def position_channel(
         later = key_index[:, None, None] > query_index[:, None, :, None]
         positions.ensure(~(visible & later).any(), positions.SHOWS_FUTURE)
         return positions.pack_dense(arguments["query_positions"], arguments["key_positions"], visible)
-    segments = shape.get("segments")
+    segments = parts.get("segments")
     if segments is not None:  # queries and keys are the same tokens
         restarted = _count_in_documents(segments)
         arguments |= {"query_positions": restarted, "key_positions": restarted}
@@ -232,7 +235,7 @@ def position_channel(
         **arguments,
         query_segment=segments,
         key_segment=segments,
-        window=shape.get("window"),
+        window=parts.get("window"),
     )
 
 
@@ -246,12 +249,14 @@ def count_positions(valid: Tensor | None, query_index: Tensor, key_index: Tensor
     """
     if valid is None:
         return {"query_positions": query_index, "key_positions": key_index}
-    position = valid.cumsum(-1) - 1  # padding takes no position
+    position = valid.cumsum(-1) - 1  # padding is not counted
     slots = torch.arange(valid.shape[-1], device=valid.device)
     padding = torch.where(valid, -1, slots).cummax(-1).values  # slot of the last padding up to each slot
-    gap = torch.where(valid, padding, -1).amax(-1, keepdim=True)  # slot of the last padding before a token
+    gap = torch.where(valid, padding, -1).amax(-1, keepdim=True)  # slot of the last padding that has a token after it
     since_gap = slots - gap
-    resumed = torch.where((since_gap > 0) & (since_gap <= position), since_gap, position)  # if tokens precede the gap
+    # `generate` counts from 1 again after a right-padded prompt. So does `resumed` after the last padding, if tokens
+    # precede it; elsewhere it is the position.
+    resumed = torch.where((since_gap > 0) & (since_gap <= position), since_gap, position)
 
     def at(table: Tensor, index: Tensor) -> Tensor:
         return table.gather(-1, index.clamp(max=table.shape[-1] - 1).expand(table.shape[0], -1))
@@ -272,14 +277,14 @@ def _count_in_documents(segments: Tensor) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(-1).values
 
 
-def _shape_of(
+def _parts_of(
     mask_function: MaskFunction,
     query_index: Tensor,
     key_index: Tensor,
     batch_size: int,
     same_tokens: bool,
     config: PreTrainedConfig | None,
-) -> MaskShape | None:
+) -> MaskParts | None:
     """Return the parts of a mask function, chunks as segments; None if the compact channel cannot express them.
 
     Args:
@@ -291,19 +296,22 @@ def _shape_of(
         config: config of the model, or None.
     """
     if not torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND:
-        shape = describe_mask(mask_function)
-        return None if shape is None else in_segments(shape, key_index, same_tokens=same_tokens)
+        parts = describe_mask(mask_function)
+        return None if parts is None else chunks_to_segments(parts, key_index, same_tokens=same_tokens)
+    # The probe finds the start of a chunk by comparing a token with the one before it. That needs queries and keys to
+    # be the same tokens, which they are not in a call with a cache.
     if getattr(config, "attention_chunk_size", None) is not None and not same_tokens:
-        return None  # the probe finds chunks between neighbouring tokens, which a call with a cache does not have
+        return None
     return probe_mask(mask_function, query_index, batch_size, same_tokens, getattr(config, "sliding_window", None))
 
 
 def check_masks(arguments: Iterable[object]) -> None:
-    """Refuse a user's 4-D mask if it shows later keys or has integers.
+    """Refuse a user's 4-D mask if it shows later keys or has an integer dtype.
 
     Args:
-        arguments: arguments of the decoder. Every 4-D tensor among them is a mask. Families with several kinds of
-            layers may get a dict of masks. A cache among them says at which slot the queries start.
+        arguments: arguments of the decoder. Every 4-D tensor among them is a mask. In families with several types of
+            layers an argument may be a dict of masks. If a cache is among the arguments, its length is the slot of the
+            first query.
 
     Raises:
         ValueError: see `positions.check`.

@@ -19,7 +19,15 @@ from transformers import CONFIG_MAPPING
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
 from hf_posenc.calibration.candidates import hold_tails
-from hf_posenc.calibration.closed_forms import RIDGE, Averages, Target, coefficients, fit, mean_rotation_of, target_of
+from hf_posenc.calibration.closed_forms import (
+    RIDGE,
+    DistanceSums,
+    Target,
+    coefficients,
+    fit,
+    mean_rotation_of,
+    target_of,
+)
 from hf_posenc.calibration.matching import Matching, output_error
 from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair
@@ -980,7 +988,7 @@ def test_an_error_half_way_leaves_the_patch():
 
 
 def test_averages_over_nothing():
-    empty = Averages.empty(2, 3, torch.device("cpu"))
+    empty = DistanceSums.empty(2, 3, torch.device("cpu"))
     assert empty.mean_difference.equal(torch.zeros(2, 3, dtype=torch.float64))
 
 

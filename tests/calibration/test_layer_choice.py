@@ -100,7 +100,7 @@ def test_a_base_whose_table_reaches_every_layer_is_refused():
 def test_wrong_arguments_change_nothing():
     model = tiny("llama")
     before = snapshot(model)
-    with pytest.raises(ValueError, match="leave it out"):
+    with pytest.raises(ValueError, match="leave out layers"):
         choose_layers(model, windows(), "nope", layers=[0])
     with pytest.raises(TypeError, match="not for a list"):
         choose_layers(model, windows(), [Nope(layers=[0]), Alibi(layers=[1])])

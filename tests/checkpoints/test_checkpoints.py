@@ -397,7 +397,7 @@ def test_a_model_type_whose_models_are_those_of_another(model_type, tmp_path):
         with pytest.raises(StrictDataclassFieldValidationError, match="hf_posenc:"):
             stock.from_pretrained(folder, attn_implementation="eager")
     edit_config(folder, lambda config: config.update(architectures=["PosEncLlamaForCausalLM"]))
-    with pytest.raises(CheckpointError, match=f"which is no {model_type} of ours"):
+    with pytest.raises(CheckpointError, match=f"which names no hf_posenc class for {model_type}"):
         from_pretrained(folder)
 
     decoder(model_type).save_pretrained(tmp_path / "stock")

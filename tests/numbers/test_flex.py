@@ -208,7 +208,7 @@ def elsewhere(case, **options):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (call("shaw"), "products per query and label for a CPU"),
+        (call("shaw"), "products of queries with labels"),
         (elsewhere("shaw"), "vectors for values"),
         (call("transformer_xl"), "neither a table of distances"),
         (call("alibi", dropout=0.1), "dropout"),
@@ -259,7 +259,7 @@ def kind(form, **options):
     return selftest.Kind(form, **(given | options), device=torch.device("cpu"))
 
 
-FORMS = ("linear", "added", "rescaled", "rescaled and clipped", "labelled")
+FORMS = ("linear", "added", "rescaled", "rescaled relu", "labelled")
 
 
 @pytest.mark.parametrize("options", [{}, {"capped": True, "dtype": torch.bfloat16}, {"gradients": False}], ids=str)
@@ -341,7 +341,7 @@ def test_the_kind_of_a_call(case):
     learning = flex.kind_of(call_of(MODULES[case](4), q, k, v, positions))
     forms = {"alibi": "linear", "shaw-keys-only": "labelled"}
     forms |= dict.fromkeys(("alibi-trainable", "t5", "kerple", "kerple-power"), "added")
-    expected = kind(forms.get(case, "rescaled and clipped"), dtype=torch.bfloat16, size=HEAD_DIM)
+    expected = kind(forms.get(case, "rescaled relu"), dtype=torch.bfloat16, size=HEAD_DIM)
     assert learning == expected
     with torch.no_grad():
         k, v = (each[:, :1].expand(-1, 4, -1, -1) for each in (k, v))
