@@ -96,7 +96,7 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,operator]
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def _outcomes(model: PreTrainedModel, seed: int) -> Iterator[Outcome]:
