@@ -162,7 +162,7 @@ def test_sweeps_take_mixtures(recipes, tiny_checkpoints, text, capsys):
     assert results["scheme"]["name"] == "nope + alibi"
 
 
-def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints, text, capsys):
+def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints, text):
     """One strength for longer contexts; every other weight is that of the run without the fit."""
     recipe, folder = importlib.import_module("hf_posenc.recipes.extend_context"), tiny_checkpoints
     temperature = '{"scheme":"temperature","trainable":true,"share_heads":true,"share_layers":true}'
@@ -176,13 +176,21 @@ def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints
     assert [fitted[strength].item()] in results["temperature"]["strengths"].values()
     assert results["temperature"]["lengths"] == [40, 48]
     assert sum(results["temperature"]["after"]) < sum(results["temperature"]["before"])
-    for wrong, message in (
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
         ({"scheme": '["nope","temperature"]'}, "needs a trainable temperature"),
         ({"fit_temperature": 1}, "--fit-temperature takes lengths from 2 to 3"),
         ({"fit_temperature": 400}, "--fit-temperature takes lengths from 2 to 3"),
         ({"lora_rank": 2}, "--fit-temperature cannot be combined with --lora-rank"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            recipe.main(options(folder, text, folder / "wrong", **{**common, "fit_temperature": 48, **wrong}))
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err
+    ],
+)
+def test_a_temperature_that_cannot_be_fitted_is_refused(recipes, tiny_checkpoints, text, capsys, wrong, message):
+    recipe = importlib.import_module("hf_posenc.recipes.extend_context")
+    common = {"scheme": '["nope",{"scheme":"temperature","trainable":true}]', "fit_temperature": 48, **wrong}
+    with pytest.raises(SystemExit) as stop:
+        recipe.main(options(tiny_checkpoints, text, tiny_checkpoints / "out", **common))
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
