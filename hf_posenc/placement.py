@@ -432,10 +432,6 @@ class OnQueries(Placement):
         """Return the scheme's name: stock attention would drop the whole scheme."""
         return scheme.name
 
-    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
-        """Return whether the change depends on the position."""
-        return self.by_position
-
     def answers(self, layer: int, base: Base) -> bool:
         """Return whether the change depends on the position."""
         return self.by_position

@@ -160,7 +160,7 @@ _ROWS = (
     ),
     Family(
         model_types=("mimo_v2_flash",),
-        names=Names(attention_value_dim="v_head_dim"),
+        names=Names(attention_value_dim="v_head_dim", attention_key_value_groups="num_key_value_groups"),
         rotation=_SLICED,
         note="attention sinks",
     ),
@@ -266,7 +266,7 @@ _ROWS = (
     # values.
     Family(
         model_types=("jetmoe",),
-        names=Names(attention="self_attention"),
+        names=Names(attention="self_attention", attention_key_value_groups="num_key_value_groups"),
         keeps_no_numbers="repeats its keys for every expert after they are cached",
         note="each expert has its own query heads",
     ),

@@ -50,6 +50,8 @@ SCHEMES = {scheme: row.variants[""] for scheme, row in ROWS.items()}
 
 BIASES = tuple(scheme for scheme in SCORE_SCHEMES if FORMS[scheme] in (Bias, Slopes))
 """Schemes that add a number to a score, whatever is compared."""
+SCALES_QUERIES = {"llama4_text", "ministral3", "mistral4"}
+"""Types whose queries grow with their position."""
 COUNTS_SLOTS = {"llama4_text"}
 """Types whose own factor on queries counts the tokens of the row, padding and other documents too. What replaces
 rotation replaces the factor."""
@@ -140,8 +142,8 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
 
     Returns:
         Logits of the first `PREFIX` tokens. None for `rope` where the base rotates nothing; for schemes that join the
-        base's positions; and for schemes whose term
-        depends on queries and keys where a type attends in code of its own, which takes no term but a bias.
+        base's positions; and for schemes whose term depends on queries and keys where a type attends in code of its
+        own, which takes no term but a bias.
     """
     stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme not in ROTARY_SCHEMES else {}))
     family, ids = family_for(model_type), tokens()[:, :PREFIX]
@@ -343,6 +345,18 @@ LOADERS = (
 """The ways to load a checkpoint that give back the model, says the README."""
 
 
+def refused_additions(model, model_type):
+    """Schemes that would change what the base changes itself: the size of its queries, or a factor on them."""
+    names = ("q_norm", "q_layernorm", "query_layernorm", "qk_norm")
+    norms = any(
+        name.rpartition(".")[2] in names and not isinstance(module, torch.nn.Identity)
+        for name, module in model.named_modules()
+    )
+    if model_type in SCALES_QUERIES:
+        return {"qk_norm", "temperature"}
+    return {"qk_norm"} if norms else set()
+
+
 def check(model_type, scheme, tmp_path, loaders=LOADERS):
     ids, model = tokens(), decoder(model_type)
     with torch.no_grad():
@@ -355,6 +369,10 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
     if scheme == "forgetting" and model_type in LOSES_NUMBERS:
         with pytest.raises(hf_posenc.UnsupportedModelError, match="keeps numbers of each token beside the keys"):
             patch_model(model, scheme)
+        return
+    if scheme in refused_additions(model, model_type):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=r"itself (norms|multiplies)"):
+            patch_model(model, scheme, **hyperparameters(model_type, scheme))
         return
     patch_model(model, scheme, seed=0, **hyperparameters(model_type, scheme))
     randomize(model)
