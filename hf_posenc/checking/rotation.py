@@ -207,6 +207,10 @@ def _seen(wanted: Tensor, turning: Turning) -> Tensor:
     possible = seen | (wanted > turning.precision)
     wanted, seen = wanted[possible], seen[possible]
     lost = len(wanted) - len(measured)
+    slowest = wanted.argsort()[: max(lost, 0)]
+    if lost > 0 and wanted[slowest].max() <= turning.precision:  # near a measured one, and yet too slow to be seen
+        kept = torch.ones_like(seen).index_fill(0, slowest, False)
+        wanted, seen, lost = wanted[kept], seen[kept], 0
     return wanted[seen] if 0 < lost <= len(turning.zero) // 2 and int(seen.sum()) == len(measured) else wanted
 
 

@@ -62,10 +62,19 @@ def read_schemes(entry: object) -> list[JsonObject]:
         return []
     if isinstance(listed := entry.get(SCHEMES), list):
         named = [item for item in listed if isinstance(item, dict) and isinstance(item.get("scheme"), str)]
-        return [{**item, "sinks": item.get("sinks")} for item in named]  # development versions of 0.2 had no sinks
+        return [_with_added(item) for item in named]
     if not isinstance(entry.get("scheme"), str):
         return []
-    return [{**dict.fromkeys(EVERY_SCHEME), **{key: entry[key] for key in entry if key != VERSION_KEY}}]
+    return [_with_added({**dict.fromkeys(EVERY_SCHEME), **{key: entry[key] for key in entry if key != VERSION_KEY}})]
+
+
+def _with_added(item: JsonObject) -> JsonObject:
+    """Return the item of a scheme with None for the hyper-parameters that its version did not have."""
+    try:
+        added = scheme_class(item["scheme"]).added
+    except UnknownSchemeError:
+        added = Scheme.added
+    return {**item, **{key: None for key in added if key not in item}}
 
 
 def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:

@@ -67,6 +67,7 @@ class Alibi(ScoreScheme):
     """
 
     name: ClassVar[str] = "alibi"
+    added: ClassVar[tuple[str, ...]] = (*ScoreScheme.added, "windows")
     slopes: tuple[float, ...] | None = None
     windows: tuple[int | None, ...] | None = None
     trainable: bool = False

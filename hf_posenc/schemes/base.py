@@ -54,6 +54,9 @@ class Scheme:
     known_as: ClassVar[Mapping[str, str]] = {}
     """Other name of the scheme -> how to ask for the scheme. The error about an unknown scheme suggests it."""
 
+    added: ClassVar[tuple[str, ...]] = ("sinks",)
+    """Hyper-parameters that the first checkpoints of the scheme lack. None means what those checkpoints compute."""
+
     layers: Layers = None
     window: int | None = None
     sinks: int | None = None

@@ -78,6 +78,7 @@ class Rope(RotaryScheme):
     """
 
     name: ClassVar[str] = "rope"
+    added: ClassVar[tuple[str, ...]] = (*RotaryScheme.added, "frequencies")
     known_as: ClassVar[Mapping[str, str]] = {"rotary": "rope"} | {
         kind: f"rope with {example}" for kind, example in (_EXAMPLES | _EDIT_EXAMPLES).items()
     }

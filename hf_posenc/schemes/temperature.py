@@ -51,7 +51,7 @@ class Temperature(QueryScheme):
 
     Args:
         kind: one of `constant`, `log_n`, `llama4`, `scalable`.
-        strength: `s`: one number, or one for each head; None means 1, for `llama4` 0.1, for `scalable` `1 / ln L`.
+        strength: the number `s`, or one for each head; None means 1, for `llama4` 0.1, for `scalable` `1 / ln L`.
         length: `L` in tokens, at least 2; None means the length at which the base was trained. Llama 4 has 8192.
             `constant` has none.
         trainable: train `strength`, one number for each head; None does so for `scalable` only.

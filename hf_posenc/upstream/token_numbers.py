@@ -8,6 +8,7 @@ the numbers to the keys before it stores them. Our attention function takes them
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,7 +157,9 @@ def require_known_cache(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[
         return
     if getattr(type(cache), "update", None) is not Cache.update:
         raise ValueError(UNKNOWN_CACHE.format(cache=type(cache).__name__))
-    new_layers = [] if cache.layer_class_to_replicate is None else [cache.layer_class_to_replicate]
-    for layer in [type(layer) for layer in cache.layers] + new_layers:
+    new_layer: Any = cache.layer_class_to_replicate
+    if isinstance(new_layer, partial):
+        new_layer = new_layer.func
+    for layer in [type(layer) for layer in cache.layers] + ([] if new_layer is None else [new_layer]):
         if issubclass(layer, CacheLayerMixin) and not any(layer.update is update for update in STORES):
             raise ValueError(UNKNOWN_CACHE.format(cache=layer.__name__))

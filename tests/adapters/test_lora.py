@@ -98,11 +98,14 @@ def test_what_is_trained(case, family):
         p.numel() for m in model.modules() if isinstance(m, PositionModule) for p in m.parameters(recurse=False)
     )
     norms = sum(
-        p.numel() for m in model.modules() if type(m).__name__.endswith("Norm") for p in m.parameters(recurse=False)
+        p.numel()
+        for m in model.modules()
+        if type(m).__name__.endswith("Norm") and not isinstance(m, PositionModule)
+        for p in m.parameters(recurse=False)
     )
     embeddings = model.get_input_embeddings().weight.numel()
     # A table is taken from the input, or vectors are new there: gpt2, opt, and the two schemes that add some.
-    needed = family in LEARNED or CASES[case][0] in EMBEDDING_SCHEMES
+    needed = (family in LEARNED and case not in JOINING) or CASES[case][0] in EMBEDDING_SCHEMES
 
     def whole(**options):
         model = patched_model(case, family)

@@ -20,7 +20,7 @@ from decoders import decoder
 from families import FAMILIES, LEARNED, ROTARY, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
-from situations import CASES, SCHEMES, assert_same, distance, patched_model, randomize
+from situations import CASES, JOINING, SCHEMES, assert_same, distance, patched_model, randomize
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -1078,7 +1078,8 @@ def test_the_marker_is_the_only_buffer_we_add():
         model = patched_model(case, "llama")
         stock = {name for name, _ in tiny("llama").named_buffers()}
         added = {name for name, _ in model.named_buffers() if "rotary" not in name} - stock
-        assert added == {f"model.layers.{layer}.hf_posenc_{CASES[case][0]}" for layer in range(2)}
+        names = {CASES[case][0]} | ({"base"} if case in JOINING else set())  # a layer keeps the base's positions, too
+        assert added == {f"model.layers.{layer}.hf_posenc_{name}" for layer in range(2) for name in names}
         assert all(not module._buffers for module in model.modules() if isinstance(module, PositionModule))
         assert isinstance(model, PreTrainedModel)
 

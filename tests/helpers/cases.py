@@ -310,6 +310,7 @@ def rope_attention(
     partial_rotary_factor=1.0,
     scaling=None,
     frequencies=None,
+    hidden=None,
 ):
     """Where the base turns whole heads, partial rotation leaves out the pairs (u, u + D/2) with large u."""
     head = query.shape[-1]
@@ -749,7 +750,7 @@ TEMPERATURE = [
     temperature("short", length=2),
     temperature("llama4", kind="llama4", length=3, strength=0.8),
     temperature("scalable", kind="scalable"),
-    temperature("per-head", 3, kind="constant", strength=[0.2, 0.9, 3.0]),
+    temperature("per-head", 4, kind="constant", strength=[0.2, 0.9, 3.0, 1.4]),
     temperature("one-number", length=2, trainable=True, share_heads=True, share_layers=True),
 ]
 

@@ -354,6 +354,19 @@ def _(folder):
     refuses(ValueError, costs, matching="attention")
 
 
+# What check takes.
+
+
+@shows("check", "model", "other", "seed")
+def _(folder):
+    model, other = tiny("llama"), patch_model(tiny("llama"), "alibi")
+    usual = hf_posenc.check(model)
+    assert hf_posenc.check(other).model != usual.model
+    assert [each.about for each in hf_posenc.check(model, other).findings] == ["agreement"]
+    assert hf_posenc.check(model, seed=1).to_dict() != usual.to_dict()
+    refuses(hf_posenc.UnsupportedModelError, hf_posenc.check, torch.nn.Linear(2, 2))
+
+
 # What fit_temperature takes.
 
 

@@ -338,7 +338,7 @@ def refused_inside(wrapped, *words):
 def test_flash_and_paged_attention_cannot_carry_scores(family, scheme, backend):
     model = tiny(family)
     model.config._attn_implementation_internal = backend  # loading with it needs a GPU
-    refused(model, scheme, UnsupportedModelError, scheme, backend, 'attn_implementation="sdpa"')
+    refused(model, scheme, UnsupportedModelError, scheme, backend, 'attn_implementation="sdpa"', **ACTS[scheme])
 
 
 @pytest.mark.parametrize("scheme", STOCK_ATTENTION)

@@ -43,6 +43,7 @@ def test_the_reference_has_every_public_name_once():
     for module in (
         "",
         ".calibration",
+        ".checking",
         ".families",
         ".evaluation",
         ".analysis",

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -554,6 +555,7 @@ COMMANDS = {
     ("families",): (),
     ("inspect",): ("STOCK",),
     ("verify",): ("OURS",),
+    ("check",): ("OURS",),
     ("patch",): ("STOCK", "shaw", "OUT/patched"),
     ("export",): ("BARE", "OUT/stock"),
     ("plot",): ("decay", "OUT/a.png", "rope"),
@@ -569,6 +571,13 @@ OPTIONS = {
     ("verify", "checkpoint"): ("STOCK",),
     ("verify", "revision"): ("OURS", "--revision", "main"),
     ("verify", "dtype"): ("OURS", "--dtype", "bfloat16"),
+    ("check", "checkpoint"): ("STOCK",),
+    ("check", "other"): ("OURS", "--other", "OURS"),
+    ("check", "json"): ("OURS", "--json", "OUT/found.json"),
+    ("check", "seed"): ("OURS", "--seed", "5"),
+    ("check", "trust_remote_code"): (("OWN",), ("OWN", "--trust-remote-code")),
+    ("check", "revision"): ("OURS", "--revision", "main"),
+    ("check", "dtype"): ("OURS", "--dtype", "bfloat16"),
     ("patch", "checkpoint"): ("OTHER", "shaw", "OUT/patched"),
     ("patch", "scheme"): ("STOCK", "alibi", "OUT/patched"),
     ("patch", "output"): ("STOCK", "shaw", "OUT/elsewhere"),
@@ -645,7 +654,12 @@ def places(tmp_path, tiny_checkpoints, monkeypatch):
         return SimpleNamespace(commit_url="url")
 
     monkeypatch.setattr(hub, "push", push)
+    own = shutil.copytree(tiny_checkpoints / "llama", tmp_path / "own")
+    (own / "own.py").write_text("from transformers import LlamaForCausalLM\n\nclass Own(LlamaForCausalLM):\n    pass\n")
+    config = json.loads((own / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "own.Own"}}
+    (own / "config.json").write_text(json.dumps(config))
     return {
+        "OWN": own,
         "STOCK": tiny_checkpoints / "llama",
         "OTHER": tiny_checkpoints / "gpt2",
         "OURS": tmp_path / "ours",
