@@ -174,7 +174,7 @@ def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints
     assert strength.endswith("posenc.strength")
     assert plain[strength].item() == 20  # within the base's length it does nothing, so training does not move it
     assert [fitted[strength].item()] in results["temperature"]["strengths"].values()
-    assert results["temperature"]["lengths"] == [40, 48]
+    assert list(results["temperature"]["lengths"]) == [40, 48]
     assert sum(results["temperature"]["after"]) < sum(results["temperature"]["before"])
 
 

@@ -60,7 +60,7 @@ MIXTURES = {
     "alibi-and-temperature": lambda: [Alibi(), Temperature("scalable", length=30, share_layers=True)],
     "temperature-alone": lambda: [Temperature("constant", strength=1.4, layers="1::2")],
     "two-temperatures": lambda: [
-        T5(num_buckets=8, max_distance=16, window=9),
+        T5(num_buckets=8, max_distance=16, window=7),
         Temperature("log_n", length=2, layers=[0]),
         Temperature("constant", strength=0.5, layers=[2, 3]),
     ],
