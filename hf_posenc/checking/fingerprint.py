@@ -31,6 +31,9 @@ LARGEST_SHIFT = 2**16
 NOT_A_TURN = 0.1
 """Part of a dimension's change that its pair may leave unexplained."""
 
+FAR_BETTER = 1e4
+"""Factor by which another fit must explain the change better."""
+
 _PRODUCTS = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 _SUMS_OF_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 
@@ -77,6 +80,7 @@ class Turning:
         precision: radians per token up to which a frequency is known. A slower pair may look as if it stood.
         odd: dimensions that change with the position, but not as one of a turning pair.
         zero: dimensions that are zero in all heads, as in sparse weights, so that nothing can be said of them.
+        unexplained: largest part of a pair's change that its turn leaves unexplained.
     """
 
     size: int
@@ -85,6 +89,7 @@ class Turning:
     precision: float
     odd: tuple[int, ...]
     zero: tuple[int, ...]
+    unexplained: float = 0.0
 
     @property
     def layout(self) -> str | None:
@@ -145,6 +150,7 @@ def fit_turning(states: Tensor, moved: dict[int, Tensor], eps: float, *, rescale
         precision,
         tuple(each for number, each in enumerate(dimensions) if number not in paired and clearly[each]),
         zero,
+        max((left[a, b].item() for a, b in pairs), default=0.0),
     )
 
 
@@ -237,13 +243,21 @@ def fingerprint(
 
 
 def _closest(states: Tensor, moved: dict[int, Tensor], eps: float) -> Turning:
-    """Fit turns. If they leave odd dimensions, allow for a factor that grows with the position, and for weights."""
+    """Fit turns. If they leave odd dimensions, allow for a factor that grows with the position, and for weights.
+
+    Weights near one leave no odd dimension, and yet bend the angles: then the fit that allows for weights explains the
+    change far better.
+    """
     units = _unit(states), {shift: _unit(each) for shift, each in moved.items()}
     best = fit_turning(states, moved, eps)
     for (before, after), rescaled in ((units, False), ((states, moved), True), (units, True)):
         if best.odd:
             other = fit_turning(before, after, eps, rescaled=rescaled)
             best = min(best, other, key=lambda turning: len(turning.odd))
+        elif rescaled and best.unexplained > 1e-5:
+            other = fit_turning(before, after, eps, rescaled=True)
+            if not other.odd and other.pairs == best.pairs and FAR_BETTER * other.unexplained < best.unexplained:
+                best = other
     return best
 
 

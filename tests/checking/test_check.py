@@ -223,6 +223,8 @@ CLAIMS_NO_PACKING = {
 @matrix(family=FAMILIES, attention=["sdpa", "eager"], dtype=[torch.float32, torch.bfloat16], strength=1)
 def test_a_stock_model_is_silent(family, attention, dtype):
     model = tiny(family).to(dtype)
+    if attention == "sdpa" and not model._supports_sdpa:
+        pytest.skip("transformers has no sdpa for this family")
     model.set_attn_implementation(attention)
     report = check(model)
     assert report.ok, report
