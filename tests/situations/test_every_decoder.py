@@ -458,8 +458,10 @@ def test_a_type_carries_what_it_says(model_type, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", SERVED)
 def test_a_type_carries_every_scheme(model_type, tmp_path):
-    for scheme in SCHEMES:
-        check(model_type, scheme, tmp_path / scheme)
+    """One way to load with every scheme, and the other ways in turn; each way meets every scheme in test_checkpoints.py."""
+    for number, scheme in enumerate(SCHEMES):
+        other = LOADERS[1 + number % (len(LOADERS) - 1)]
+        check(model_type, scheme, tmp_path / scheme, [LOADERS[0], other])
 
 
 def query_at(model, position):
