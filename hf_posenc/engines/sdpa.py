@@ -80,9 +80,10 @@ def _attend(call: Call, *, causal: bool = False) -> Tensor:
 
 def _rows(call: Call) -> int:
     """Return how many queries are computed at a time: all of them if their mask is small or a user's 4-D one."""
-    positions, queries, keys = call.positions, int(call.query.shape[2]), int(call.key.shape[2])
+    positions = call.positions
     if torch.compiler.is_compiling() or isinstance(positions, DensePositions):
-        return queries
+        return call.query.shape[2]  # as it is: int() would fix the length of an exported program
+    queries, keys = int(call.query.shape[2]), int(call.key.shape[2])  # sizes are tensors in torch.jit.trace
     masks = max(positions.key_valid.shape[0], positions.query_index.shape[0])
     if call.log_gates is not None:
         masks = call.log_gates.shape[0] * call.log_gates.shape[1]
