@@ -82,8 +82,7 @@ def assert_equal(answers, logits=EXACT):
 # ------------------------------------------------------------------------------------------------- context parallelism
 
 
-@pytest.mark.parametrize("family", BASES)
-@pytest.mark.parametrize("case", SCHEMES)
+@matrix(case=SCHEMES, family=BASES, strength=1)
 def test_shared_sequence_is_one_sequence(pair, case, family):
     assert_equal(pair.run(compare_context_parallel, family, case))
 
@@ -181,20 +180,17 @@ def test_fast_engines_take_contiguous_shards(pair, case, attention):
     assert_equal(pair.run(compare_context_parallel, "llama", case, **more), FLOAT32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "packed", "left"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_shares_sequences(pair, family, kind):
+@matrix(family=FAMILIES, kind=["plain", "packed", "left"], case=CASES, strength=1, times=0, slow=4)
+def test_every_family_shares_sequences(pair, family, kind, case):
+    if CASES[case][0] == "qk_norm" and family in NORMED:
+        pytest.skip("refused: the family norms queries and keys itself")
     if (family, kind) == ("opt", "packed"):
         pytest.skip("transformers' OPT does not see packed documents in one process: there is nothing to compare with")
     more, tolerance = dict(CAPPED.get(family, {})), ROUNDED
     if (family, kind) == ("gemma2", "left"):  # in float64 its own attention makes NaN of rows that see nothing
         more["dtype"], tolerance = torch.float32, FLOAT32
-    for case, (scheme, _) in CASES.items():
-        if scheme == "qk_norm" and family in NORMED:
-            continue  # refused
-        for how in ({}, {"balanced": True, "checkpointing": True}):
-            assert_equal(pair.run(compare_context_parallel, family, case, kind, **how, **more), tolerance)
+    for how in ({}, {"balanced": True, "checkpointing": True}):
+        assert_equal(pair.run(compare_context_parallel, family, case, kind, **how, **more), tolerance)
 
 
 @pytest.mark.slow
@@ -309,10 +305,7 @@ def test_trains_alike_on_shared_sequences(pair, case, how):
     assert_trained_alike(pair.run(compare_training, "llama", case, how, context=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [*WRAPPED, "accelerate-fsdp2"])
-@pytest.mark.parametrize("family", BASES)
-@pytest.mark.parametrize("case", CASES)
+@matrix(case=CASES, family=BASES, how=[*WRAPPED, "accelerate-fsdp2"], strength=1, times=0, slow=1)
 def test_every_option_trains_alike(pair, case, family, how, tmp_path):
     for context in (1, 2):
         folder = str(tmp_path / str(context))

@@ -1,7 +1,8 @@
 """Tests over several axes: by default the rows that bring all pairs together, in the slow tier the rest of the product.
 
 A fault that needs one value (a scheme, a family, a way to load) or two of them at once is found by the default tier; one
-that needs three at once waits for the slow one, which continuous integration runs as well.
+that needs three at once waits for the slow one, which continuous integration runs as well. Where a row takes seconds,
+the slow tier has a few more rows only, and the rest of the product waits for a release: `-m exhaustive`.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def matrix(
     *,
     strength: int = 2,
     times: int = 1,
+    slow: int | None = None,
     always: Callable[..., bool] = lambda **_: False,
     indirect: Sequence[str] = (),
     **axes: Iterable[Any] | None,
@@ -80,6 +82,7 @@ def matrix(
         rows: the rows themselves; then the axes name their columns only. None: the product of the axes.
         strength: 2: the default tier has every pair of values of two axes. 1: every value.
         times: it has each at least so many times, where there are as many.
+        slow: so many times, with the slow tier's rows; what is left then is run before a release. None: nothing is.
         always: says of a row, by keywords, that it is in the default tier in any case.
         indirect: axes whose values go to the fixture of that name.
         axes: values by the name of the test's argument.
@@ -91,8 +94,15 @@ def matrix(
         kept = [n for n, row in enumerate(found) if always(**dict(zip(names, row, strict=True)))]
         # By its name each test has a selection of its own: what one leaves out another has.
         default = covering(found, strength=strength, times=times, chosen=kept, seed=test.__name__)
+        in_ci = set(range(len(found)))
+        if slow is not None:
+            in_ci = covering(found, strength=strength, times=slow, chosen=default, seed=test.__name__)
         values = [
-            pytest.param(*row, marks=[] if n in default else [pytest.mark.slow], id="-".join(map(shown, row)))
+            pytest.param(
+                *row,
+                marks=[] if n in default else [pytest.mark.slow] if n in in_ci else [pytest.mark.exhaustive],
+                id="-".join(map(shown, row)),
+            )
             for n, row in enumerate(found)
         ]
         return pytest.mark.parametrize(names, values, indirect=list(indirect))(test)

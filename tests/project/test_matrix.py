@@ -75,6 +75,22 @@ def test_what_is_not_in_the_default_tier_is_in_the_slow_one():
     assert mark.args[1][0].id == "a-0-True"
 
 
+def test_where_rows_take_seconds_the_slow_tier_has_a_few_more_and_a_release_the_rest():
+    @matrix(letter="abcdef", number=range(6), strength=1, slow=2)
+    def test(letter, number):
+        pass
+
+    (mark,) = test.pytestmark
+    tiers = {(): [], ("slow",): [], ("exhaustive",): []}
+    for value in mark.args[1]:
+        tiers[tuple(m.name for m in value.marks)].append(value.values)
+    default, slow, rest = tiers.values()
+    assert (len(default), len(slow), len(rest)) == (6, 6, 24)
+    counts = tuples([*default, *slow], 1)
+    assert len(counts) == 12
+    assert set(counts.values()) == {2}
+
+
 TESTS = HELPERS.parent
 FILES = sorted(TESTS.rglob("test_*.py"))
 

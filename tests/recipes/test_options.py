@@ -440,6 +440,17 @@ ROWS = {
 SLOW = ("compare_schemes", "pretrain")  # a run for each option, as for extend_context.py
 
 
+def rows_of_options():
+    """Return all rows; slow are those of two recipes, and those that a recipe before has too: one row, one check."""
+    seen, found = set(), []
+    for recipe, rows in ROWS.items():
+        for name, row in rows.items():
+            slow = recipe in SLOW or id(row) in seen
+            found.append(pytest.param(recipe, name, marks=[pytest.mark.slow] if slow else [], id=f"{recipe}-{name}"))
+            seen.add(id(row))
+    return found
+
+
 @pytest.fixture
 def run(request, recipes, tiny_checkpoints, text, monkeypatch, capsys):
     from accelerate.state import AcceleratorState
@@ -458,15 +469,7 @@ def run(request, recipes, tiny_checkpoints, text, monkeypatch, capsys):
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    ("run", "name"),
-    [
-        pytest.param(recipe, name, marks=[pytest.mark.slow] if recipe in SLOW else [], id=f"{recipe}-{name}")
-        for recipe, rows in ROWS.items()
-        for name in rows
-    ],
-    indirect=["run"],
-)
+@pytest.mark.parametrize(("run", "name"), rows_of_options(), indirect=["run"])
 def test_an_option_of_a_recipe_does_something(run, name):
     ROWS[run.recipe][name](run)
 

@@ -56,8 +56,8 @@ def assert_same_gradients(found, wanted):
         assert distance(found[name] / scale, gradient / scale) <= TOLERANCE[torch.float32], name
 
 
-def check_training(case, family):
-    model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
+def check_training(case, family, **sizes):
+    model, ids = patched_model(case, family, **sizes).train(), tokens(2, LENGTH)
     labels = ids.clone()  # one tensor given twice is guarded as such, and the next batch would be another graph
     expected = model(ids, labels=labels, use_cache=False)
     expected.loss.backward()
@@ -74,7 +74,7 @@ def check_training(case, family):
 
 
 # Compiling takes seconds each: by default every scheme and every family is compiled once.
-@matrix(case=SCHEMES, family=FAMILIES, strength=1)
+@matrix(case=SCHEMES, family=FAMILIES, strength=1, slow=2)
 def test_trains_in_one_graph(case, family):
     check_training(case, family)
 
@@ -82,7 +82,7 @@ def test_trains_in_one_graph(case, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in SCHEMES])
 def test_every_option_trains_in_one_graph(case):
-    check_training(case, "llama")
+    check_training(case, "llama", num_hidden_layers=1)
 
 
 def decode(model, step, ids, positions_of_steps=True):
@@ -97,7 +97,7 @@ def decode(model, step, ids, positions_of_steps=True):
 
 
 @torch.no_grad()
-@matrix(case=SCHEMES, family=COMPILES_ONCE, strength=1)
+@matrix(case=SCHEMES, family=COMPILES_ONCE, strength=1, slow=2)
 def test_decoding_is_one_graph(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     counter = CompileCounter()
@@ -199,7 +199,7 @@ def test_generate_compiles_by_itself(case):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
 @pytest.mark.parametrize("case", SCHEMES)
 def test_the_default_backend(case):
-    model, ids = patched_model(case, "llama").train(), tokens(2, LENGTH)
+    model, ids = patched_model(case, "llama", num_hidden_layers=1).train(), tokens(2, LENGTH)
     expected = model(ids, labels=ids, use_cache=False)
     expected.loss.backward()
     wanted = gradients(model)

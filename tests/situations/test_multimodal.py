@@ -10,6 +10,7 @@ import torch
 import transformers
 from decoders import SIZES
 from huggingface_hub.errors import StrictDataclassFieldValidationError
+from matrix import matrix
 from multimodal import TOKENS, class_of, multimodal, seen_and_read
 from rows import ACTS
 from situations import skip_if_refused
@@ -36,8 +37,7 @@ def run(model, **inputs):
         return model(**inputs).logits
 
 
-@pytest.mark.parametrize("scheme", available_schemes())
-@pytest.mark.parametrize("model_type", FEW)
+@matrix(scheme=available_schemes(), model_type=FEW, strength=1)
 def test_the_whole_computes_what_its_language_model_does_when_patched_by_itself(model_type, scheme):
     """What that computes is compared with the stock model's own eager attention in test_every_decoder.py."""
     skip_if_refused(scheme, model_type)

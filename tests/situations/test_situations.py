@@ -189,7 +189,7 @@ def test_ways_agree_to_the_last_digits_in_float64(case, family):
 
 
 @torch.no_grad()
-@by_engines(case=SCHEMES, family=FAMILIES)
+@by_engines(case=SCHEMES, family=FAMILIES, strength=1, times=4)
 def test_every_family(case, family):
     # Twenty tokens: families with a window of eight have keys outside of it, and their caches drop them.
     model, ids = patched_model(case, family), tokens(2, LENGTH)

@@ -2,18 +2,24 @@
 
 Its wheel holds no tests. So here is what matters most of its `ModelTesterMixin` and `GenerationTesterMixin`, in words
 of our own, on every family and every scheme; training and gradient checkpointing are in `test_situations.py`. The
-mixins themselves run too, where the environment variable `TRANSFORMERS_SOURCE` names a checkout of the installed
-release (their markers are not ours): `pytest -o addopts= tests/situations/test_upstream_mixins.py -k Test_`, half a minute a pair.
+mixins themselves run too, on patched and on stock models, where the environment variable `TRANSFORMERS_SOURCE` names the
+unpacked source distribution of the installed release, or a checkout (their markers are not ours):
+`pytest -o addopts= tests/situations/test_upstream_mixins.py -k Test_`, half a minute a pair.
 """
 
+import copy
 import os
 import sys
 import unittest
 import warnings
 from itertools import cycle
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from decoders import decoder
 from families import FAMILIES, tiny, tokens
 from matrix import matrix
 from safetensors.torch import load_file
@@ -205,9 +211,16 @@ def test_resized_saved_loaded_and_saved_again(tmp_path, family, case):
 
 if SOURCE := os.environ.get("TRANSFORMERS_SOURCE"):
     sys.path.insert(0, SOURCE)
+    sys.modules.pop("tests", None)  # ours is a folder of this name
+    # The source distribution lacks these two; a checkout has them.
+    for missing, mixin in (
+        ("generation.test_utils", "GenerationTesterMixin"),
+        ("exporters.test_export", "ExportTesterMixin"),
+    ):
+        if not (Path(SOURCE) / "tests" / f"{missing.replace('.', '/')}.py").exists():
+            sys.modules[f"tests.{missing}"] = SimpleNamespace(**{mixin: type(mixin, (), {})})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from tests.causal_lm_tester import CausalLMModelTester
         from tests.generation.test_utils import GenerationTesterMixin
         from tests.test_modeling_common import ModelTesterMixin
 
@@ -219,58 +232,63 @@ if SOURCE := os.environ.get("TRANSFORMERS_SOURCE"):
         "test_model_rope_scaling": "of the base's own rotary embedding, at 1.5 times a length without limit",
         "test_inherits_generation_mixin": "looks for the mixin among the direct bases; ours has it one step further up",
     }
-    TABLES = {
-        "base_model_class": "MODEL_MAPPING_NAMES",
-        "causal_lm_class": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-        "question_answering_class": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-        "sequence_classification_class": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-        "token_classification_class": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    }
+    HEADS = (
+        "MODEL_MAPPING_NAMES",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    )
 
-    def tester_of(family, case):
-        """The tester of a stock family, which hands out patched configs and our classes."""
-        stock = type(tiny(family))
-        scheme, hyperparameters = CASES[case]
-        scale = {"scale": 0.5} if scheme == "sinusoidal" else {}  # so that configs of any size are the same scheme
+    class Sizes:
+        """What the mixins ask of the tester of a model: a config, inputs, sizes."""
 
-        class Tester(CausalLMModelTester):
-            base_model_class = type(tiny(family).base_model)
-            causal_lm_class = stock
+        is_training, batch_size, seq_length, encoder_seq_length, key_length = True, 3, 7, 7, 7
 
-            def __init__(self, parent, **options):
-                super().__init__(parent, **options)
-                self.stock_config = type(self).config_class
-                for name, table in TABLES.items():
-                    if getattr(type(self), name) is not None:
-                        setattr(self, name, model_class(getattr(type(self), name)))
-                        key = f"posenc_{self.stock_config.model_type}"
-                        getattr(modeling_auto, table)[key] = getattr(self, name).__name__
-
-            def get_config(self):
-                self.config_class = self.stock_config
-                with torch.random.fork_rng():
-                    model = patch_model(stock(super().get_config()), scheme, **{**hyperparameters, **scale})
+        def __init__(self, family, case):
+            stock = tiny(family) if family in FAMILIES else decoder(family)
+            self.config, names = (
+                stock.config,
+                [vars(modeling_auto)[head].get(stock.config.model_type) for head in HEADS],
+            )
+            self.classes = tuple(getattr(transformers, name) for name in names if name is not None)
+            if case is not None:
+                scheme, hyperparameters = CASES[case]
+                scale = (
+                    {"scale": 0.5} if scheme == "sinusoidal" else {}
+                )  # so that configs of any size are the same scheme
+                self.config = patch_model(stock, scheme, **{**hyperparameters, **scale}).config
+                self.classes = tuple(model_class(each) for each in self.classes)
+                for head, each in zip(HEADS, self.classes, strict=False):
+                    vars(modeling_auto)[head][self.config.model_type] = each.__name__
                 if case not in SCORE_SCHEMES:  # as a config that belongs to no model yet
-                    model.config._attn_implementation_internal = None
-                return model.config
+                    self.config._attn_implementation_internal = None
+            self.hidden_size, self.num_hidden_layers = self.config.hidden_size, self.config.num_hidden_layers
+            self.num_attention_heads = self.config.num_attention_heads
 
-        return Tester
+        def prepare_config_and_inputs_for_common(self):
+            ids = torch.randint(3, self.config.vocab_size, (self.batch_size, self.seq_length))
+            return copy.deepcopy(self.config), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def mixins_on(family, case):
-        """A test case with all tests of the mixins, on one patched family."""
+        """A test case with all tests of the mixins, on one patched family; on the stock one where `case` is None."""
 
         def set_up(self):
             for name, reason in PASSED_OVER.items():
-                if self._testMethodName.startswith(name):
+                if case is not None and self._testMethodName.startswith(name):
                     self.skipTest(reason)
             if family == "opt" and "padding_free" in self._testMethodName:
                 self.skipTest("OPT does not detect packed documents; transformers leaves it out, too")
-            self.model_tester = tester_of(family, case)(self)
-            self.all_model_classes = self.model_tester.all_model_classes
-            self.pipeline_model_mapping = self.model_tester.pipeline_model_mapping
+            self.model_tester = Sizes(family, case)
+            self.all_model_classes = self.model_tester.classes
 
-        name, bases = f"Test_{family}_{case}", (ModelTesterMixin, GenerationTesterMixin, unittest.TestCase)
+        name, bases = f"Test_{family}_{case or 'stock'}", (ModelTesterMixin, GenerationTesterMixin, unittest.TestCase)
         made = type(name, bases, {"setUp": set_up, "__module__": __name__, "all_model_classes": ()})
         return pytest.mark.filterwarnings("ignore")(pytest.mark.slow(made))
 
-    globals().update({f"Test_{family}_{case}": mixins_on(family, case) for family, case in PAIRS})
+    MORE = [
+        ("mixtral", "t5"),
+        ("gpt_oss", "alibi"),
+        *((family, None) for family, _ in PAIRS),
+        ("mixtral", None),
+        ("gpt_oss", None),
+    ]
+    globals().update({f"Test_{family}_{case or 'stock'}": mixins_on(family, case) for family, case in (*PAIRS, *MORE)})
