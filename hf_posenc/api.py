@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoints.building import classes_of_ours
+from .checkpoints.model_classes import classes_of_ours
 from .checkpoints.scheme_entry import CALIBRATION, make_entry
 from .dims import REST
 from .errors import UnsupportedModelError
@@ -142,7 +142,7 @@ def patch_model(
         plan = make_plan(model, schemes, attention)
         placed = place_started(plan, seed)
         plan, undo, changes = placed.plan, Undo(), placed.pending
-        samples, layers = stock_samples(model), plan.base.found.layers
+        samples, layers = stock_samples(model), plan.base.modules.layers
         patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, samples)
         base = patched_part(model)
         changes.append(SetAttribute(base, PATCH, patch))
@@ -152,7 +152,7 @@ def patch_model(
         entry = make_entry(plan.schemes)
         changes += classes_of_ours(model, base.config, entry)
         try:
-            undo.make(*changes)
+            undo.apply(*changes)
             patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
         except BaseException:
             undo.roll_back()

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .api import Schemes, parse_schemes, patch_model
-from .checkpoints.building import saved_class
 from .checkpoints.inspecting import read_config
+from .checkpoints.model_classes import saved_class
 from .checkpoints.stock_checkpoints import stock_loader
 from .errors import CheckpointError
-from .live.attend import choose_engine
 from .live.devices import dispatch, take_dispatch_options
+from .live.our_attention import choose_engine
 from .registry import scheme_class
 from .upstream.attention import check_engine
 

@@ -92,7 +92,7 @@ class Base(Carrier, Protocol):
     def layers_of(self, scheme: Any) -> tuple[int, ...]:
         """Return the indices of a scheme's layers; all layers in which it can act if it names none."""
 
-    def require_own_attention(self, scheme: str) -> None:
+    def require_our_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if this package's attention function cannot compute the base's attention."""
 
     def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
@@ -202,7 +202,7 @@ class Placement:
         """Name what stock attention functions would drop of a scheme; return None if they drop nothing."""
         return None if scheme.window is None else f"the window of {scheme.name}"
 
-    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+    def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
         """Return whether the scheme's layers must attend through the attention function of this package."""
         return self.dropped_by_stock_attention(scheme) is not None
 
@@ -307,7 +307,7 @@ class OnScores(Placement):
                 f"{scheme.name}: the layers of {base.name} have heads of different numbers or sizes, so they cannot "
                 "share parameters: give each layer its own parameters, or name layers of one size"
             )
-        base.require_own_attention(scheme.name)
+        base.require_our_attention(scheme.name)
         return scheme
 
     def put(self, scheme: Any, site: Site) -> None:
@@ -363,10 +363,10 @@ class OnHidden(Placement):
         for layer in site.layers:
             site.before_layer(layer, scheme.build(site.dims) if owner is None else owner)
 
-    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+    def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
         """Return whether layers add the vectors and read their positions from the mask."""
         in_layers = self.every_layer or not carrier.has_table
-        return super().needs_own_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
+        return super().needs_our_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
 
     def answers(self, layer: int, base: Base) -> bool:
         """Return whether vectors enter this layer. Without a table, layer 0 adds the vectors at the input."""
@@ -499,9 +499,9 @@ class OnRotary(Placement):
         """Rotate the queries and keys of the site's layers."""
         site.turn(scheme)
 
-    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+    def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
         """Return whether layers read their positions from the mask."""
-        return super().needs_own_attention(scheme, carrier) or carrier.positions_in_mask
+        return super().needs_our_attention(scheme, carrier) or carrier.positions_in_mask
 
     def needs_queries(self) -> bool:
         """Return True: the scheme rotates them."""

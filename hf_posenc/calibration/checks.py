@@ -157,7 +157,7 @@ def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
         return [f"it is a {base_type}, the model a {model_type}"]
     theirs, ours = BaseModel.of(base), BaseModel.of(model)
     pairs = {
-        "number of layers": (len(theirs.found.layers), len(ours.found.layers)),
+        "number of layers": (len(theirs.modules.layers), len(ours.modules.layers)),
         "sizes of the attention": (dict(theirs.sizes), dict(ours.sizes)),
         "vocabulary": tuple(model.get_input_embeddings().weight.shape[0] for model in (base, model)),
         "dtype": (base.dtype, model.dtype),

@@ -27,24 +27,24 @@ class AttendThroughUs:
     base: BaseModel
     engine: str = "auto"
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Set the attention implementation in the configs, and give every attention a position module and its state."""
         base = self.base
-        for layer, attention in base.found.attention_of.items():
+        for layer, attention in base.modules.attention_of.items():
             if base.family.names.attention_heads is not None:
-                undo.make(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
+                undo.apply(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
             if "posenc" not in attention._modules:
                 needs_engine = (
                     on_attention(attention).window is not None
                     or base.family.always_replaced
                     or "posenc_additions" in attention._modules
                 )
-                undo.make(
+                undo.apply(
                     SetModule(attention, "posenc", WithoutPositions()),
                     Keep(attention, on_attention, {"engine": self.engine if needs_engine else "auto"}),
                 )
         for config in base.configs:
-            undo.make(SetAttribute(config, "_attn_implementation_internal", NAME))
+            undo.apply(SetAttribute(config, "_attn_implementation_internal", NAME))
 
 
 def choose_engine(model: PreTrainedModel, attention: str) -> None:

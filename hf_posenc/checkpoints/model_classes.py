@@ -20,12 +20,12 @@ from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..modules import PositionModule
 from ..patching.changes import place
 from ..patching.layers import MARKER
-from ..patching.plan import make_plan, needs_own_attention
+from ..patching.plan import make_plan, needs_our_attention
 from ..registry import family_for
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from ..upstream.derived_classes import revive, stock_class
-from ..upstream.position_channel import carrying_forward
+from ..upstream.positions_in_mask import carrying_forward
 from .adapters import AdapterMixin
 from .auto_classes import CLASSES
 from .class_names import architecture, heads_of, name_of, stock_classes
@@ -108,7 +108,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         check_version(config)
         translate_config(config)
         schemes = schemes_of_config(config)
-        needs_attention = self._needs_own_attention(config)
+        needs_attention = self._needs_our_attention(config)
         language = language_config(config)
         backend = language._attn_implementation_internal
         if needs_attention and any(kind in str(backend) for kind in ("flash", "paged")):
@@ -146,10 +146,10 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
-        patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit, plan.attends)
+        patch = Patch(plan.schemes, "auto", None, plan.base.modules.layers, plan.limit, plan.attends)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
         changes = place(plan)
-        Undo().make(SetAttribute(base, PATCH, patch), *changes.pending)
+        Undo().apply(SetAttribute(base, PATCH, patch), *changes.pending)
         if not next(base.parameters()).is_meta:  # on the meta device, from_pretrained initialises what it does not load
             for module in changes.position_modules:
                 with gathered(module):
@@ -183,11 +183,11 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
 
     def _posenc_attends(self) -> bool:
         """Return whether the model needs the attention function of this package."""
-        return self._needs_own_attention(self.config)
+        return self._needs_our_attention(self.config)
 
     @staticmethod
-    def _needs_own_attention(config: PreTrainedConfig) -> bool:
-        return needs_own_attention(family_of(config), schemes_of_config(config))
+    def _needs_our_attention(config: PreTrainedConfig) -> bool:
+        return needs_our_attention(family_of(config), schemes_of_config(config))
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
