@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -33,7 +32,7 @@ def from_pretrained(
     scheme: Schemes | None = None,
     attention: str = "auto",
     seed: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PreTrainedModel:
     """Load a patched checkpoint, or load a stock checkpoint and patch the model in place.
 

@@ -23,7 +23,7 @@ from ..live.base_model import BaseModel
 from ..live.patch_record import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
 from ..patching.changes import NoEmbedding, seeded
-from ..placement import RopeParameters
+from ..placement import Placed, RopeParameters
 from ..positions import DensePositions
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream import NAME
@@ -44,7 +44,7 @@ def build(
     dims: Dims = DIMS,
     trained_length: int = TRAINED_LENGTH,
     seed: int = 0,
-    **hyperparameters: Any,
+    **hyperparameters: object,
 ) -> tuple[Scheme, nn.Module | None]:
     """Build a scheme's module without a model, in float64, with its initial parameters.
 
@@ -83,7 +83,7 @@ class _OneLayerModel:
     positions_in_mask = False
     num_layers = 1
     keeps_table = False
-    layers = (0,)
+    layers: tuple[int, ...] = (0,)
     rotated = (False,)
     normed = ()
 
@@ -99,7 +99,7 @@ class _OneLayerModel:
         """Length that the base was trained at."""
         return self.trained_length
 
-    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+    def layers_of(self, scheme: Placed) -> tuple[int, ...]:
         """Return the only layer."""
         return self.layers
 

@@ -127,7 +127,7 @@ def properties(
     layer: int = 0,
     seed: int = 0,
     progress: bool = False,
-    **hyperparameters: Any,
+    **hyperparameters: object,
 ) -> Properties:
     """Test the five properties of an untrained scheme, or of a model with its trained parameters.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -73,7 +71,7 @@ def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
         )
 
 
-def check_tokens(tokens: Any, model: PreTrainedModel, held_out: int) -> None:
+def check_tokens(tokens: object, model: PreTrainedModel, held_out: int) -> None:
     """Check windows of tokens.
 
     Raises:
@@ -109,7 +107,7 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
+def check_base(inner: PreTrainedModel, patch: Patch, base: object) -> None:
     """Check the model that a calibration is to imitate.
 
     Args:

@@ -21,6 +21,7 @@ from ..checkpoints.config import stock_config
 from ..checkpoints.model_classes import model_class
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
+from ..families.own_attention import Stock
 from ..forms import Content
 from ..live.base_model import BaseModel
 from ..live.our_attention import AttendThroughUs
@@ -196,7 +197,7 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
     return {index: Observed(entered[index], calls[index]) for index in layers}
 
 
-def attention_call(layer: nn.Module, attention: Any, hidden_states: Tensor, arguments: LayerCall) -> Call:
+def attention_call(layer: nn.Module, attention: Stock, hidden_states: Tensor, arguments: LayerCall) -> Call:
     """Return the call of a layer's attention on some hidden states, with gradients if they are enabled.
 
     Args:

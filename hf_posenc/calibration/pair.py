@@ -66,7 +66,7 @@ def _with_values(values: Values) -> Iterator[None]:
 class _BorrowedKeys(dict[str, Any]):
     """Layer type -> keys and values that another layer lends. They are computed at every look-up."""
 
-    def __init__(self, fill: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, fill: Callable[[dict[str, object]], None]) -> None:
         super().__init__()
         self.fill = fill
 
@@ -210,7 +210,7 @@ class Pair:
         if name is None:
             return ours[index]
 
-        def fill(lent: dict[str, Any]) -> None:
+        def fill(lent: dict[str, object]) -> None:
             assert lender is not None
             arguments = replace(ours[lender], kwargs={**ours[lender].kwargs, name: lent})
             self.call(lender, hidden_states_of(lender), arguments)

@@ -28,7 +28,7 @@ TABLE_LENGTH = 1024
 
 
 def export_stock(
-    model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: Any
+    model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: object
 ) -> None:
     """Save a patched model as a stock checkpoint, if a stock class can compute the same.
 

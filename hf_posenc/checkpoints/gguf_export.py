@@ -50,7 +50,7 @@ The scheme must be the only one, in every layer, without a window."""
 
 
 def export_gguf(
-    model: PreTrainedModel, path: str | os.PathLike[str], *, tokenizer: Any = None, dtype: str = "float32"
+    model: PreTrainedModel, path: str | os.PathLike[str], *, tokenizer: object = None, dtype: str = "float32"
 ) -> None:
     """Save a patched model as a GGUF file, if a graph of llama.cpp computes the same.
 

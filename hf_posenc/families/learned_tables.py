@@ -1,13 +1,12 @@
 """Families whose positions are vectors from a table, added at the input: learned vectors, and XGLM's sinusoids."""
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from .base import NO_ROTARY, Family, Names
 from .gguf_blocks import GPT2_BLOCK
-from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
+from .own_attention import DroppingAttention, Heads, OwnAttention, Stock, split_fused
 
 # In cross attention a key has no distance from the query.
 _CROSS_ATTENTION = {
@@ -19,7 +18,7 @@ _CROSS_ATTENTION = {
 class _Gpt2(DroppingAttention):
     output_projection = "c_proj"
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         shape = (*hidden_states.shape[:-1], attention.num_heads, attention.head_dim)
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
         query, key, value = (each.view(shape).transpose(1, 2) for each in fused)
@@ -29,7 +28,7 @@ class _Gpt2(DroppingAttention):
 class _GptBigcode(_Gpt2):
     cache = "layer_past"
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return the heads of the fused projection: all queries, one key, one value; or head by head without MQA."""
         fused = attention.c_attn(hidden_states)
         if not attention.multi_query:
@@ -38,7 +37,7 @@ class _GptBigcode(_Gpt2):
         query, key, value = heads.split((attention.num_heads, 1, 1), dim=1)
         return query, key, value
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         return attention.attn_dropout
 
 
@@ -46,10 +45,10 @@ class _GptNeo(DroppingAttention):
     bypasses_interface = True
     cache = "layer_past"
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return 1.0
 
-    def window(self, attention: Any) -> int | None:
+    def window(self, attention: Stock) -> int | None:
         return attention.config.window_size if attention.attention_type == "local" else None
 
 
@@ -57,15 +56,15 @@ class _OpenaiGpt(DroppingAttention):
     bypasses_interface = True
     output_projection = "c_proj"
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
         query, key, value = (each.unflatten(-1, (attention.n_head, -1)).transpose(1, 2) for each in fused)
         return query, key, value
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return (attention.split_size // attention.n_head) ** -0.5 if attention.scale else 1.0
 
-    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+    def outputs(self, attention: Stock, output: Tensor, weights: Tensor | None) -> object:
         return [output, weights]  # the layer concatenates lists
 
 

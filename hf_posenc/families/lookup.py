@@ -10,7 +10,7 @@ from .base import Family, base_model_type
 from .refused import DECODER_HALF
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: object) -> Family:
     """Return the family that serves the models of a config, stock or ours; UnsupportedModelError if no family does."""
     model_type = base_model_type(config)
     return family_for(model_type)

@@ -16,6 +16,7 @@ from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
 from ..families.lookup import family_of
 from ..modules import Native, WithoutPositions
+from ..placement import Placed
 from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import RotaryScheme, Scheme
 from ..schemes.rope import Rope
@@ -174,7 +175,7 @@ class BaseModel:
         """Whether layers get positions only through the mask of our attention function."""
         return self.family.positions_in_mask
 
-    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+    def layers_of(self, scheme: Placed) -> tuple[int, ...]:
         """Return the indices of a fitted scheme's layers.
 
         If the scheme names no layers, these are all layers in which it can act.
@@ -287,7 +288,7 @@ class BaseModel:
         return vectors.detach().double().square().mean().sqrt().item()
 
 
-def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers: int) -> Dims:
+def _sizes(family: Family, config: PreTrainedConfig, attention: nn.Module, num_layers: int) -> Dims:
     """Return the sizes of one attention."""
     names = family.names
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)

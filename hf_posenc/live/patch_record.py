@@ -73,7 +73,7 @@ def patched_part(model: nn.Module) -> Any:
     return getattr(model, "base_model", model)
 
 
-def language_model(model: Any) -> Any:
+def language_model(model: object) -> Any:
     """Return the language model inside a multimodal model, or any other model unchanged.
 
     It is the outermost model of transformers with the text config. So it has a head if the head is inside.

@@ -244,7 +244,7 @@ class AddPreHook:
         self.owner.register_forward_pre_hook(self.hook, with_kwargs=True)
 
 
-def _remove_pre_hook(owner: nn.Module, hook: Callable[..., Any]) -> None:
+def _remove_pre_hook(owner: nn.Module, hook: Callable[..., object]) -> None:
     for number in [number for number, registered in owner._forward_pre_hooks.items() if registered is hook]:
         del owner._forward_pre_hooks[number]
         owner._forward_pre_hooks_with_kwargs.pop(number, None)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..dims import Dims
 from ..errors import UnsupportedModelError
+from ..families.own_attention import Stock
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
 from ..live.layer_config import LayerConfig
 from ..live.our_attention import AttendThroughUs
@@ -187,7 +188,7 @@ class ModelSite:
                 self.changes.add(SetAttribute(config, "rope_parameters", off))
             return
         for layer in self.layers:
-            attention: Any = self.base.modules.attention_of[layer]
+            attention: Stock = self.base.modules.attention_of[layer]
             self.changes.add(SetAttribute(attention, "config", LayerConfig(attention.config, **{strength: 0.0})))
 
     def share(self, module: nn.Module) -> Reference:

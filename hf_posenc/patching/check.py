@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -23,7 +22,7 @@ TAKE_OFF = (
 
 
 @contextmanager
-def to_be_patched(model: Any) -> Iterator[None]:
+def to_be_patched(model: object) -> Iterator[None]:
     """Check that a stock model can be patched, and keep other calls from changing it for a `with` block.
 
     Raises:
@@ -62,7 +61,7 @@ def to_be_patched(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def to_be_unpatched(model: Any) -> Iterator[tuple[Patch, Undo]]:
+def to_be_unpatched(model: object) -> Iterator[tuple[Patch, Undo]]:
     """Check that a patched model can be unpatched, and keep other calls from changing it for a `with` block.
 
     Yields:

@@ -127,7 +127,7 @@ class Scheme:
                 raise TypeError(f"{self.name}: {field} must be True or False, not {getattr(self, field)!r}")
 
     @classmethod
-    def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
+    def parse(cls, hyperparameters: dict[str, object]) -> Scheme:
         """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown hyper-parameters."""
         known = sorted((field.name for field in fields(cls)), key=lambda name: name in EVERY_SCHEME)
         unknown = sorted(set(hyperparameters) - set(known))
