@@ -49,7 +49,7 @@ class PosEncConfigMixin(ConfigMixin):
             **kwargs: passed to the stock class.
         """
         super().__post_init__(*args, **kwargs)
-        register_models(type(self))
+        register_models(stock_class(type(self), PosEncConfigMixin))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle and copy by naming the stock class, because this class is made on demand."""
@@ -277,19 +277,19 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 @cached
-def register_models(config: type[PreTrainedConfig]) -> None:
+def register_models(stock: type[PreTrainedConfig]) -> None:
     """Register our model classes of a family with the Auto classes, and LoRA's default target modules with PEFT.
 
     This runs when the first config of a class is made, which is before anybody looks for its model. Registering all
     families when the package is imported would import the code of all families.
 
     Args:
-        config: a class made by `config_class`.
+        stock: stock config class of the family.
     """
     import peft.utils.constants
 
-    stock: type[PreTrainedConfig] = stock_class(config, PosEncConfigMixin)
-    for auto, name in heads_of(config).items():
+    config = config_class(stock)
+    for auto, name in heads_of(stock).items():
         model = getattr(transformers, name)
         if model.config_class not in stock.sub_configs.values():  # not the text model of a multimodal type
             getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
@@ -334,7 +334,8 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
         CheckpointError: if config.json names no class of ours for that base.
     """
     base = str(raw["model_type"]).removeprefix("posenc_")
-    family_for(_language_type(raw))
+    language_type = _language_type(raw)
+    family_for(language_type)
     config, model = stock_classes(architecture(raw))
     if config is None or model is None or config.model_type != base:
         raise CheckpointError(
@@ -359,7 +360,7 @@ def classes_of_ours(model: PreTrainedModel, language: PreTrainedConfig, entry: J
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
     for changed in [language] if language is config else [language, config]:
         our_config = config_class(type(changed))
-        register_models(our_config)
+        register_models(type(changed))
         changes += [
             SetClass(changed, our_config),
             SetAttribute(changed, "model_type", our_config.model_type),  # a config read from a file has the attribute

@@ -27,6 +27,7 @@ class _Gpt2(DroppingAttention):
 
 class _GptBigcode(_Gpt2):
     cache = "layer_past"
+    positions_in_mask = True
 
     def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return the heads of the fused projection: all queries, one key, one value; or head by head without MQA."""
@@ -44,6 +45,7 @@ class _GptBigcode(_Gpt2):
 class _GptNeo(DroppingAttention):
     bypasses_interface = True
     cache = "layer_past"
+    positions_in_mask = True
 
     def scaling(self, attention: Stock) -> float:
         return 1.0
@@ -55,6 +57,8 @@ class _GptNeo(DroppingAttention):
 class _OpenaiGpt(DroppingAttention):
     bypasses_interface = True
     output_projection = "c_proj"
+    positions_in_mask = True
+    mask_as_bool = True
 
     def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
@@ -74,6 +78,8 @@ class _Opt(OwnAttention):
 
 class _Xglm(_Opt):
     bypasses_interface = True
+    positions_in_mask = True
+    positions = "sinusoids at the input"
 
 
 _NAMES = Names(position_table="embed_positions")
@@ -101,7 +107,6 @@ FAMILIES = (
         attention=_GptBigcode(),
         refuse=_CROSS_ATTENTION,
         sized_by_length=True,  # the decoder has a square causal mask
-        positions_in_mask=True,
     ),
     # GPT-Neo does not scale scores, and every second layer makes its own sliding window.
     Family(
@@ -110,7 +115,6 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_GptNeo(),
         sized_by_length=True,  # each layer has a square causal mask
-        positions_in_mask=True,
     ),
     # The first GPT. It has no cache.
     Family(
@@ -126,8 +130,6 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_OpenaiGpt(),
         sized_by_length=True,  # each layer has a square causal mask
-        positions_in_mask=True,
-        mask_as_bool=True,
         joins_documents=True,
         note="no cache; `position_ids` must be passed beyond its own length",
     ),
@@ -157,8 +159,6 @@ FAMILIES = (
         attention=_Xglm(),
         refuse=_CROSS_ATTENTION,
         sized_by_length=True,  # the table of sinusoids
-        positions_in_mask=True,
         joins_documents=True,
-        own_positions="sinusoids at the input",
     ),
 )

@@ -41,6 +41,10 @@ class OwnAttention:
         residual: argument of the attention that holds the residual, if `merge_heads` adds it. `None` means that the
             layer adds it.
         idle_rotary: path from the decoder to a rotary module whose cos and sin the replaced attention does not read.
+        positions_in_mask: `position_ids` do not reach the layers, so the package puts them into the position channel.
+        mask_as_bool: the decoder converts the mask to bool, or to two numbers that stand for True and False.
+        positions: the base's own positions in a few words, for the list of families. `None` means that other fields of
+            the family tell.
         decoder_attributes: attribute of the decoder -> the value that switches off the decoder's own positions.
     """
 
@@ -50,6 +54,9 @@ class OwnAttention:
     cache: ClassVar[str] = "past_key_values"
     residual: ClassVar[str | None] = None
     idle_rotary: ClassVar[str | None] = None
+    positions_in_mask: ClassVar[bool] = False
+    mask_as_bool: ClassVar[bool] = False
+    positions: ClassVar[str | None] = None
     decoder_attributes: ClassVar[Mapping[str, Any]] = {}
 
     def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:

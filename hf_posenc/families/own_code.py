@@ -42,6 +42,8 @@ class _Dense(OwnAttention):
 
 
 class _Bloom(_Dense):
+    positions_in_mask = True
+    positions = _ALIBI
     residual = "residual"
     decoder_attributes: ClassVar = {"build_alibi_tensor": no_alibi}
 
@@ -62,6 +64,9 @@ class _Bloom(_Dense):
 
 
 class _Mpt(OwnAttention):
+    positions_in_mask = True
+    mask_as_bool = True
+    positions = _ALIBI
     bypasses_interface = True
     decoder_attributes: ClassVar = {"build_mpt_alibi_tensor": no_alibi}
 
@@ -88,6 +93,7 @@ class _Mpt(OwnAttention):
 
 
 class _Falcon(_Dense):
+    positions = f"rotation of whole heads, or {_ALIBI}"
     idle_rotary = "rotary_emb"
     decoder_attributes: ClassVar = {"use_alibi": False}
 
@@ -118,6 +124,7 @@ class _Falcon(_Dense):
 
 
 class _GptNeoxJapanese(_Dense):
+    positions = "rotation of whole heads or of a part of each"
     idle_rotary = "rotary_emb"
 
     def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
@@ -134,6 +141,7 @@ class _GptNeoxJapanese(_Dense):
 
 
 class _Gptj(DroppingAttention):
+    positions = "rotation of a part of each head"
     bypasses_interface = True
     cache = "layer_past"
 
@@ -174,7 +182,6 @@ def _gptj_family(model_type: str, attention: OwnAttention) -> Family:
         rotation=RotationFacts(rotary=None, pairs="interleaved"),
         attention=attention,
         sized_by_length=True,  # each layer has a table of angles
-        own_positions="rotation of a part of each head",
     )
 
 
@@ -193,19 +200,14 @@ FAMILIES = (
             "slow_but_exact": "it cuts the output projection into slices, which hf_posenc does not do; set it to False "
             "(only the rounding differs)"
         },
-        positions_in_mask=True,
         joins_documents=True,
-        own_positions=_ALIBI,
     ),
     Family(
         model_types=("mpt",),
         names=Names(layers="blocks", attention="attn", token_embedding="wte", config_length="max_seq_len"),
         rotation=NO_ROTARY,
         attention=_Mpt(),
-        positions_in_mask=True,
-        mask_as_bool=True,
         joins_documents=True,
-        own_positions=_ALIBI,
     ),
     Family(
         model_types=("falcon",),
@@ -218,14 +220,12 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_Falcon(),
         joins_documents=True,
-        own_positions=f"rotation of whole heads, or {_ALIBI}",
     ),
     Family(
         model_types=("gpt_neox_japanese",),
         names=Names(attention="attention", token_embedding="embed_in", attention_head_dim="head_size"),
         rotation=NO_ROTARY,
         attention=_GptNeoxJapanese(),
-        own_positions="rotation of whole heads or of a part of each",
     ),
     _gptj_family("gptj", _Gptj()),
     _gptj_family("codegen", _Codegen()),

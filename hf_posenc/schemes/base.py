@@ -112,7 +112,7 @@ class Scheme:
         if not 0 < value < float("inf"):
             raise ValueError(f"{self.name}: {field} must be positive and finite, not {value!r}")
 
-    def count(self, field: str) -> None:
+    def whole_number(self, field: str) -> None:
         """Raise TypeError or ValueError unless the field is a whole number, 0 or more."""
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int):
