@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoints.building import classes_of_ours
+from .checkpoints.model_classes import classes_of_ours
 from .checkpoints.scheme_entry import CALIBRATION, make_entry
 from .dims import REST
 from .errors import UnsupportedModelError
@@ -142,17 +142,14 @@ def patch_model(
         plan = make_plan(model, schemes, attention)
         placed = place_started(plan, seed)
         plan, undo, changes = placed.plan, Undo(), placed.pending
-        samples, layers = stock_samples(model), plan.base.found.layers
-        patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, samples)
-        base = patched_part(model)
+        base, layers = patched_part(model), plan.base.modules.layers
+        patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, stock_samples(model))
         changes.append(SetAttribute(base, PATCH, patch))
         for around in models_around(model):
-            refuse = partial(_refuse_to_save, type(around).__name__, patch.name)
-            changes.append(SetAttribute(around, "save_pretrained", refuse))
-        entry = make_entry(plan.schemes)
-        changes += classes_of_ours(model, base.config, entry)
+            changes.append(SetAttribute(around, "save_pretrained", partial(_refuse_to_save, type(around), patch.name)))
+        changes += classes_of_ours(model, base.config, make_entry(plan.schemes))
         try:
-            undo.make(*changes)
+            undo.apply(*changes)
             patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
         except BaseException:
             undo.roll_back()
@@ -160,11 +157,12 @@ def patch_model(
     return model
 
 
-def _refuse_to_save(around: str, schemes: str, *args: object, **kwargs: object) -> None:
+def _refuse_to_save(around: type, schemes: str, *args: object, **kwargs: object) -> None:
     """Replace `save_pretrained` of a stock model around a patched one, because its checkpoint could not be loaded."""
     raise UnsupportedModelError(
-        f"only a part of this {around} is patched with {schemes}, so a checkpoint of the whole could not be loaded: "
-        "call save_pretrained on the patched part; or call unpatch_model on the part, then patch_model on the whole"
+        f"only a part of this {around.__name__} is patched with {schemes}, so a checkpoint of the whole could not be "
+        "loaded: call save_pretrained on the patched part; or call unpatch_model on the part, then patch_model on the "
+        "whole"
     )
 
 

@@ -56,8 +56,8 @@ def served_type(model_type: str) -> ServedType:
 
 
 def _positions(family: Family) -> str:
-    if family.own_positions is not None:
-        return family.own_positions
+    if family.attention is not None and family.attention.positions is not None:
+        return family.attention.positions
     if family.has_table:
         return "a learned table at the input"
     rotation = family.rotation

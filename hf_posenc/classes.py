@@ -25,6 +25,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "text_config" not in config.sub_configs:  # only its config says which language model a multimodal one has
         family_for(config.model_type)
-    from .checkpoints.building import config_class, model_class
+    from .checkpoints.model_classes import config_class, model_class
 
     return config_class(config) if model is None else model_class(model, config)

@@ -59,7 +59,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 """Names and keywords of a call of `add_argument`."""
 
 
-def _argument(*names: str, **keywords: Any) -> Argument:
+def _argument(*names: str, **keywords: object) -> Argument:
     """Describe an argument of a command."""
     return names, keywords
 

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown option or stray value: {' '.join(unknown)} (--help lists the options){suggestion}")
         return namespace, unknown
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         """Refuse a value that is not a choice. argparse has no public method for this."""
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]

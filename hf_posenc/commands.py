@@ -196,7 +196,7 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(checkpoint: str, revision: dict[str, Any]) -> Any:
+def _tokenizer(checkpoint: str, revision: dict[str, object]) -> Any:
     """Return the tokenizer of a checkpoint, or None if it has none."""
     try:
         return AutoTokenizer.from_pretrained(checkpoint, **revision)
@@ -294,7 +294,7 @@ def _computation(kind: str, source: str) -> tuple[str, Numbers]:
 
 
 def _compute(
-    options: argparse.Namespace, source: str, source_type: str, numbers: Numbers, keywords: dict[str, Any]
+    options: argparse.Namespace, source: str, source_type: str, numbers: Numbers, keywords: dict[str, object]
 ) -> Any:
     """Compute the numbers of one source."""
     if keywords and source_type != "scheme":

@@ -164,7 +164,7 @@ def which_engine(
     if next(model.parameters()).is_meta and not is_offloaded(model):
         raise ValueError("the model is on the meta device, where nothing computes attention: ask once it has weights")
     base = BaseModel.of(model)
-    attention: Any = base.found.attention_of[_layer_with_attention(base, layer)]
+    attention: Any = base.modules.attention_of[_layer_with_attention(base, layer)]
     cached = keys is not None and keys > length  # generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = _call_of(base, attention, length, keys or length, dtype or model.dtype)
@@ -192,7 +192,7 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
     """
     device = base.token_weight.device
     token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-    decoder, offloaded = base.found.decoder, is_offloaded(base.model)
+    decoder, offloaded = base.modules.decoder, is_offloaded(base.model)
     with evaluation(decoder), torch.no_grad():
         (call, *_), _ = caught(attention.posenc, lambda: decoder(input_ids=token, use_cache=False), to_end=offloaded)
     lengths = {"query": length, "key": keys, "value": keys}

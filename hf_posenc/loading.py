@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .api import Schemes, parse_schemes, patch_model
-from .checkpoints.building import saved_class
 from .checkpoints.inspecting import read_config
+from .checkpoints.model_classes import saved_class
 from .checkpoints.stock_checkpoints import stock_loader
 from .errors import CheckpointError
-from .live.attend import choose_engine
 from .live.devices import dispatch, take_dispatch_options
+from .live.our_attention import choose_engine
 from .registry import scheme_class
 from .upstream.attention import check_engine
 
@@ -33,7 +32,7 @@ def from_pretrained(
     scheme: Schemes | None = None,
     attention: str = "auto",
     seed: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PreTrainedModel:
     """Load a patched checkpoint, or load a stock checkpoint and patch the model in place.
 

@@ -65,7 +65,7 @@ def lora_config(
         )
     base = BaseModel.of(model)
     names = base.family.names
-    table = base.found.position_table
+    table = base.modules.position_table
     table_removed = base.has_table and table is not None and not any(True for _ in table.parameters())
     if embeddings is None:
         embeddings = table_removed or any(isinstance(module, PositionEmbedding) for module in model.modules())
@@ -98,7 +98,7 @@ def _targets(base: BaseModel) -> dict[str, object]:
     """Return the LoRA options for the attention projections: their names, and whether weights are transposed."""
     projections = {
         name: child
-        for attention in base.found.attentions
+        for attention in base.modules.attentions
         for name, child in attention.named_children()
         if isinstance(child, (nn.Linear, Conv1D))
     }

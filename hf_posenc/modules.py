@@ -183,7 +183,7 @@ class PositionEmbedding(PositionModule):
 class Rotation(PositionModule):
     """Computes cosines and sines that rotate pairs of dimensions of queries and keys."""
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, each of `[angles | angles]`, as transformers' rotary modules do.
 
         Args:
@@ -242,7 +242,7 @@ class Shared(nn.Module):
         super().__init__()
         self.owner = owner
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Call the shared module."""
         return self.owner()(*args, **kwargs)
 
@@ -256,7 +256,7 @@ def position_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def owner_of(module: Any) -> Any:
+def owner_of(module: object) -> Any:
     """Return the module that layers share, from the stand-in of one layer; any other module itself.
 
     Args:

@@ -245,7 +245,7 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
     # For checkpointing, accelerate wraps the whole layer; before 1.15 it wrapped the modules inside.
     attentions = [getattr(module, "_checkpoint_wrapped_module", module) for module in modules.attentions]
     try:
-        undo.make(
+        undo.apply(
             SetAttribute(inner.config, "_attn_implementation_internal", NAME),
             Keep(modules.decoder, on_decoder, {"exchange": exchange}),
             *(SetAttribute(modules.decoder, name, value) for name, value in family.decoder_attributes.items()),
@@ -253,8 +253,8 @@ def context_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -
         for attention in attentions:
             heads_attribute = family.names.attention_heads
             heads = on_attention(attention).heads if heads_attribute is None else getattr(attention, heads_attribute)
-            undo.make(Keep(attention, on_attention, {"exchange": exchange, "heads": heads}))
-        undo.make(AddPreHook(modules.decoder, pass_position_channel))
+            undo.apply(Keep(attention, on_attention, {"exchange": exchange, "heads": heads}))
+        undo.apply(AddPreHook(modules.decoder, pass_position_channel))
         yield model
     finally:
         undo.roll_back()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,10 @@ class Placed(Protocol):
         """Registered name."""
 
     @property
+    def acts_on(self) -> Placement:
+        """Where the scheme acts."""
+
+    @property
     def layers(self) -> Layers:
         """Layers of the scheme; indices once it is fitted to a model."""
 
@@ -40,6 +44,9 @@ class Placed(Protocol):
     @property
     def sinks(self) -> int | None:
         """Number of first tokens that stay visible behind the window."""
+
+
+S = TypeVar("S", bound=Placed)
 
 
 class Carrier(Protocol):
@@ -89,10 +96,10 @@ class Base(Carrier, Protocol):
     def length(self) -> int | None:
         """The length in tokens that the base was trained at, or None if the config does not say it."""
 
-    def layers_of(self, scheme: Any) -> tuple[int, ...]:
+    def layers_of(self, scheme: Placed) -> tuple[int, ...]:
         """Return the indices of a scheme's layers; all layers in which it can act if it names none."""
 
-    def require_own_attention(self, scheme: str) -> None:
+    def require_our_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if this package's attention function cannot compute the base's attention."""
 
     def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
@@ -181,7 +188,7 @@ class Placement:
         """Return whether the schemes use numbers that they make of the hidden states of each token."""
         return False
 
-    def fit(self, scheme: Any, base: Base) -> Any:
+    def fit(self, scheme: S, base: Base) -> S:
         """Return the scheme with missing hyper-parameters from the base's config; do not change the model.
 
         Raises:
@@ -194,7 +201,7 @@ class Placement:
         """Switch off the base's own positions in the layers of a site, if the schemes replace them."""
         site.silence_rotation()
 
-    def put(self, scheme: Any, site: Site) -> None:
+    def put(self, scheme: Placed, site: Site) -> None:
         """Put the scheme into the layers of a site, after `silence`."""
         raise NotImplementedError(type(self).__name__)
 
@@ -202,7 +209,7 @@ class Placement:
         """Name what stock attention functions would drop of a scheme; return None if they drop nothing."""
         return None if scheme.window is None else f"the window of {scheme.name}"
 
-    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+    def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
         """Return whether the scheme's layers must attend through the attention function of this package."""
         return self.dropped_by_stock_attention(scheme) is not None
 
@@ -210,7 +217,7 @@ class Placement:
         """Return whether the schemes need access to the family's queries and keys."""
         return False
 
-    def rotations(self, scheme: Any) -> tuple[RopeParameters | None, ...]:
+    def rotations(self, scheme: Placed) -> tuple[RopeParameters | None, ...]:
         """Return the rotation that a fitted scheme puts into its layers, if it has one.
 
         Returns:
@@ -219,11 +226,11 @@ class Placement:
         """
         return ()
 
-    def leaves_rotation(self, scheme: Any, base: Base) -> bool:
+    def leaves_rotation(self, scheme: Placed, base: Base) -> bool:
         """Return whether the base's own rotary module still rotates the layers of a fitted scheme."""
         return False
 
-    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
+    def needs_one_coordinate(self, scheme: Placed, base: Base) -> bool:
         """Return whether the scheme needs positions with one coordinate; those of some models have several."""
         return True
 
@@ -235,7 +242,7 @@ class Placement:
         """Return whether the hidden states that enter the first layer must respond to positions."""
         return False
 
-    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+    def stock_form(self, scheme: Placed, base: Base, form: StockForm) -> StockForm | None:
         """Add the scheme to what a stock checkpoint would have to hold; return None if it cannot hold it.
 
         Args:
@@ -251,7 +258,7 @@ class Nowhere(Placement):
 
     words = "nowhere (the causal mask is the only order)"
 
-    def fit(self, scheme: Placed, base: Base) -> Placed:
+    def fit(self, scheme: S, base: Base) -> S:
         """Refuse layers without positions, where the scheme would change nothing, see `Placement.fit`."""
         if scheme.layers is None or scheme.window is not None:
             return scheme
@@ -271,7 +278,7 @@ class Nowhere(Placement):
     def put(self, scheme: Placed, site: Site) -> None:
         """Do nothing: `silence` has switched off the base's positions."""
 
-    def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
+    def needs_one_coordinate(self, scheme: Placed, base: Base) -> bool:
         """Return False: the scheme uses no positions."""
         return False
 
@@ -279,13 +286,13 @@ class Nowhere(Placement):
         """Return False: no layer uses positions."""
         return False
 
-    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+    def stock_form(self, scheme: Placed, base: Base, form: StockForm) -> StockForm | None:
         """Return the form with the scheme's layers unrotated, see `Placement.stock_form`."""
         silenced = base.layers_of(scheme)
         return replace(form, turned=tuple(turned and i not in silenced for i, turned in enumerate(form.turned)))
 
 
-def _shared_shapes(scheme: Any, dims: Dims) -> tuple[Any, ...]:
+def _shared_shapes(scheme: Any, dims: Dims) -> tuple[torch.Size, ...]:
     """Return the shapes of the scheme's shared parameters, for layers of these sizes."""
     with torch.device("meta"):
         shared = scheme.build_shared(dims)
@@ -307,7 +314,7 @@ class OnScores(Placement):
                 f"{scheme.name}: the layers of {base.name} have heads of different numbers or sizes, so they cannot "
                 "share parameters: give each layer its own parameters, or name layers of one size"
             )
-        base.require_own_attention(scheme.name)
+        base.require_our_attention(scheme.name)
         return scheme
 
     def put(self, scheme: Any, site: Site) -> None:
@@ -345,7 +352,7 @@ class OnHidden(Placement):
         """Return all layers: layers without attention have hidden states, too."""
         return tuple(range(base.num_layers))
 
-    def fit(self, scheme: Any, base: Base) -> Any:
+    def fit(self, scheme: S, base: Base) -> S:
         """Refuse a choice of layers for vectors at the input, see `Placement.fit`."""
         if scheme.layers is not None and not self.every_layer:
             raise ValueError(
@@ -363,10 +370,10 @@ class OnHidden(Placement):
         for layer in site.layers:
             site.before_layer(layer, scheme.build(site.dims) if owner is None else owner)
 
-    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+    def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
         """Return whether layers add the vectors and read their positions from the mask."""
         in_layers = self.every_layer or not carrier.has_table
-        return super().needs_own_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
+        return super().needs_our_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
 
     def answers(self, layer: int, base: Base) -> bool:
         """Return whether vectors enter this layer. Without a table, layer 0 adds the vectors at the input."""
@@ -376,7 +383,7 @@ class OnHidden(Placement):
         """Return whether the vectors come from the table at the input."""
         return base.has_table and not self.every_layer
 
-    def stock_form(self, scheme: Any, base: Base, form: StockForm) -> StockForm | None:
+    def stock_form(self, scheme: Placed, base: Base, form: StockForm) -> StockForm | None:
         """Return a form with a table and without rotation for vectors at the input, see `Placement.stock_form`."""
         return None if self.every_layer else StockForm((False,) * base.num_layers, table=True)
 
@@ -450,14 +457,15 @@ class OnSizes(OnQueries):
         """Return 0: a norm would divide out a factor that comes before it."""
         return 0
 
-    def fit(self, scheme: Any, base: Base) -> Any:
+    def fit(self, scheme: S, base: Base) -> S:
         """Refuse layers in which the base itself norms queries and keys, see `OnQueries.fit`."""
         if both := sorted(set(base.normed).intersection(base.layers_of(scheme))):
             raise UnsupportedModelError(
                 f"{scheme.name}: {base.name} itself norms the queries and keys of layer {', '.join(map(str, both))}, "
                 "and a second norm of the same vectors would change next to nothing: name other layers"
             )
-        return super().fit(scheme, base)
+        fitted: S = super().fit(scheme, base)
+        return fitted
 
 
 class OnTokens(OnQueries):
@@ -477,10 +485,11 @@ class OnTokens(OnQueries):
         """Return True: all schemes of this place do."""
         return True
 
-    def fit(self, scheme: Any, base: Base) -> Any:
+    def fit(self, scheme: S, base: Base) -> S:
         """Check that the numbers can be cached beside the keys, see `Placement.fit`."""
         base.require_token_numbers(scheme.name, base.layers_of(scheme))
-        return super().fit(scheme, base)
+        fitted: S = super().fit(scheme, base)
+        return fitted
 
 
 class OnRotary(Placement):
@@ -499,9 +508,9 @@ class OnRotary(Placement):
         """Rotate the queries and keys of the site's layers."""
         site.turn(scheme)
 
-    def needs_own_attention(self, scheme: Placed, carrier: Carrier) -> bool:
+    def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
         """Return whether layers read their positions from the mask."""
-        return super().needs_own_attention(scheme, carrier) or carrier.positions_in_mask
+        return super().needs_our_attention(scheme, carrier) or carrier.positions_in_mask
 
     def needs_queries(self) -> bool:
         """Return True: the scheme rotates them."""

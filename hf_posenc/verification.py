@@ -26,7 +26,7 @@ from .modules import Additions, PositionEmbedding, PositionModule, WithoutPositi
 from .patching.hooks import require_attention
 from .schemes.base import Scheme
 from .upstream import NAME
-from .upstream.position_channel import as_channel
+from .upstream.positions_in_mask import as_channel
 from .upstream.replaced_attention import named, stock_output
 from .upstream.rotary import IdentityRotary
 
@@ -149,7 +149,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
     tokens = torch.randint(weight.shape[0], (1, _number_of_tokens(length, patch.limit)), generator=generator).to(
         weight.device
     )
-    with evaluation(model), _allow_stock_attention(base.found.decoder):
+    with evaluation(model), _allow_stock_attention(base.modules.decoder):
         attends = patch.attends and base.config._attn_implementation == NAME
         errors, leftover = _self_test(base, tokens) if attends else ({}, {})
         expected, input_must_respond = _expected_responses(patch, base), _expects_response_at_input(patch, base)
@@ -280,7 +280,7 @@ def _problems_of_rotation(patch: Patch, base: BaseModel) -> Iterator[str]:
     silenced = bool(replacing) and all(
         scheme.layers is None and not scheme.acts_on.rotations(scheme) for scheme in replacing
     )
-    if silenced and base.found.rotary is not None and not isinstance(base.found.rotary, IdentityRotary):
+    if silenced and base.modules.rotary is not None and not isinstance(base.modules.rotary, IdentityRotary):
         yield "queries and keys are rotated: the base's own rotary embedding is still there"
     for scheme in patch.schemes:
         for layer in _wrongly_rotated(scheme, base):
@@ -296,7 +296,7 @@ def _problems_of_additions(patch: Patch, base: BaseModel) -> Iterator[str]:
     """Yield the layers that lack what a scheme adds to their positions."""
     for scheme in patch.schemes:
         for layer in base.layers_of(scheme) if scheme.acts_on.joins() else ():
-            additions = base.found.attention_of[layer]._modules.get("posenc_additions")
+            additions = base.modules.attention_of[layer]._modules.get("posenc_additions")
             if additions is None or not hasattr(additions, scheme.name):
                 yield f"layer {layer}: the module of {scheme.name} is missing"
 
@@ -315,7 +315,7 @@ def _expected_responses(patch: Patch, base: BaseModel) -> list[bool]:
 def _expects_response_at_input(patch: Patch, base: BaseModel) -> bool:
     """Return whether the hidden states that enter the first layer must respond to positions."""
     keeps_table = all(scheme.layers is not None for scheme in _replacing(patch))
-    table = base.found.position_table
+    table = base.modules.position_table
     # PEFT may have put a wrapper around a table of this package.
     if keeps_table and table is not None and not any(isinstance(part, PositionEmbedding) for part in table.modules()):
         return True
@@ -330,12 +330,12 @@ def _wrongly_rotated(scheme: Any, base: BaseModel) -> list[int]:
         rotation_class = type(scheme.build(base.rotation.dims))
     wrong = []
     for layer in base.layers_of(scheme):
-        for holder in (base.found.layers[layer], base.found.attention_of[layer]):
+        for holder in (base.modules.layers[layer], base.modules.attention_of[layer]):
             if (reference := getattr(holder, STATE, OnLayer()).rotation) is not None:
                 rotary = reference()
                 break
         else:
-            rotary = base.found.rotary
+            rotary = base.modules.rotary
         if rotary is None or not any(isinstance(module, rotation_class) for module in rotary.modules()):
             wrong.append(layer)
     return wrong
@@ -346,7 +346,7 @@ class _Measurement:
 
     def __init__(self, base: BaseModel, tokens: Tensor, step: int = 1) -> None:
         """Measure with neighbouring tokens `step` positions apart."""
-        model, layers = base.model, base.found.layers
+        model, layers = base.model, base.modules.layers
         forward = torch.arange(tokens.shape[1], device=tokens.device)[None] * step
         inputs, self.output = _trace(model, layers, tokens, forward)
         reversed_inputs, reversed_output = _trace(model, layers, tokens, forward.flip(-1))
@@ -384,7 +384,7 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
         errors: layer index -> relative error against the eager attention, for the layers that differ.
         leftover: layer index -> relative change at reversed positions, for the layers that respond and must not.
     """
-    attentions: dict[int, Any] = base.found.attention_of
+    attentions: dict[int, Any] = base.modules.attention_of
     model, family = base.model, base.family
     order = torch.arange(tokens.shape[1], device=tokens.device)[None]
     calls, _ = _trace(model, list(attentions.values()), tokens, order)
@@ -401,13 +401,13 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
 
         undo = Undo()
         try:
-            undo.make(SetModule(attention, "posenc", WithoutPositions()))
+            undo.apply(SetModule(attention, "posenc", WithoutPositions()))
             if "posenc_additions" in attention._modules:
-                undo.make(SetModule(attention, "posenc_additions", Additions()))
+                undo.apply(SetModule(attention, "posenc_additions", Additions()))
             # The eager attention has only the base's own window, and only the rotation that the layer hands over.
             window = family.attention and family.attention.window(attention)
             stock = {"engine": "reference", "window": window, "kept_first": 0, "rotation": None}
-            undo.make(Keep(attention, on_attention, stock))
+            undo.apply(Keep(attention, on_attention, stock))
             plain = first(attention(hidden, *args, **kwargs))
             reversed_kwargs = named(attention, other.args, other.kwargs) if family.always_replaced else other.kwargs
             # The residual holds positions, but comes from outside the attention.
@@ -418,7 +418,7 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
             response = _change(first(attention(hidden, *reversed_args, **reversed_kwargs)), plain)
             if index in silenced and response > NOTICES:
                 leftover[index] = response
-            undo.make(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
+            undo.apply(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
             if family.always_replaced:
                 arguments = named(attention, args, kwargs)
                 mask = eager_mask(as_channel(arguments["attention_mask"], as_bool=family.mask_as_bool))

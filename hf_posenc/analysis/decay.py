@@ -53,7 +53,7 @@ def decay(
     dims: Dims = probe.DIMS,
     trained_length: int = probe.TRAINED_LENGTH,
     seed: int = 0,
-    **hyperparameters: Any,
+    **hyperparameters: object,
 ) -> Decay:
     """Return the score of a scheme by distance, with its initial parameters.
 

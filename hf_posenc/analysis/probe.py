@@ -23,7 +23,7 @@ from ..live.base_model import BaseModel
 from ..live.patch_record import patch_of
 from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
 from ..patching.changes import NoEmbedding, seeded
-from ..placement import RopeParameters
+from ..placement import Placed, RopeParameters
 from ..positions import DensePositions
 from ..schemes.base import RotaryScheme, Scheme
 from ..upstream import NAME
@@ -44,7 +44,7 @@ def build(
     dims: Dims = DIMS,
     trained_length: int = TRAINED_LENGTH,
     seed: int = 0,
-    **hyperparameters: Any,
+    **hyperparameters: object,
 ) -> tuple[Scheme, nn.Module | None]:
     """Build a scheme's module without a model, in float64, with its initial parameters.
 
@@ -83,7 +83,7 @@ class _OneLayerModel:
     positions_in_mask = False
     num_layers = 1
     keeps_table = False
-    layers = (0,)
+    layers: tuple[int, ...] = (0,)
     rotated = (False,)
     normed = ()
 
@@ -99,7 +99,7 @@ class _OneLayerModel:
         """Length that the base was trained at."""
         return self.trained_length
 
-    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+    def layers_of(self, scheme: Placed) -> tuple[int, ...]:
         """Return the only layer."""
         return self.layers
 
@@ -107,7 +107,7 @@ class _OneLayerModel:
         """Return the sizes of the layer's attention."""
         return self.dims
 
-    def require_own_attention(self, scheme: str) -> None:
+    def require_our_attention(self, scheme: str) -> None:
         """Do nothing, because this model has no attention."""
 
     def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
 
 def parts(model: PreTrainedModel) -> Resolved:
     """Return the modules of a patched or stock model; UnsupportedModelError if its family is not supported."""
-    return BaseModel.of(model).found
+    return BaseModel.of(model).modules
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def added_to(model: PreTrainedModel) -> Added | None:
     If layers have separate tables, they are those of the first layer.
     """
     base = BaseModel.of(model)
-    found = base.found
+    found = base.modules
     patched = [holder._modules.get("posenc") for holder in (found.decoder, found.layers[0])]
     for module in (found.position_table, *patched):
         if isinstance(module, NoEmbedding):
@@ -280,7 +280,7 @@ def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
     The module is None if the model rotates nothing.
     """
     base = BaseModel.of(model)
-    found, angles = base.found, base.family.rotation.angles
+    found, angles = base.modules, base.family.rotation.angles
     if (rotation := on_attention(found.attentions[0]).rotation) is not None:
         return rotation(), angles
     rotary = found.rotary if found.rotary is not None else getattr(found.decoder, "rotary_emb", None)

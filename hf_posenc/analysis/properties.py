@@ -127,7 +127,7 @@ def properties(
     layer: int = 0,
     seed: int = 0,
     progress: bool = False,
-    **hyperparameters: Any,
+    **hyperparameters: object,
 ) -> Properties:
     """Test the five properties of an untrained scheme, or of a model with its trained parameters.
 
@@ -231,9 +231,11 @@ def _scheme_subject(wanted: Scheme, *, dims: Dims, trained_length: int, seed: in
 def _model_subject(model: PreTrainedModel, layer: int) -> _Subject:
     """Return the subject of a model. If layers differ, it is the position encoding of `layer`."""
     base, label = BaseModel.of(model), type(model).__name__
-    attention = base.found.attention_of.get(layer)
+    attention = base.modules.attention_of.get(layer)
     if attention is None:
-        raise ValueError(f"layer {layer} of this {label} has no attention; these have: {list(base.found.attention_of)}")
+        raise ValueError(
+            f"layer {layer} of this {label} has no attention; these have: {list(base.modules.attention_of)}"
+        )
     owner = owner_of(attention._modules.get("posenc"))
     if isinstance(owner, ScoreModule) and not isinstance(owner, WithoutPositions):
         return _Subject(
@@ -242,7 +244,7 @@ def _model_subject(model: PreTrainedModel, layer: int) -> _Subject:
     if (added := probe.added_to(model)) is not None:
         return _Subject(label, added, False, limit=added.limit, module=added.module)
     rotary, angles = probe.rotary_of(model)
-    if on_layer(base.found.layers[layer]).rotation is not None:
+    if on_layer(base.modules.layers[layer]).rotation is not None:
         raise ValueError(f"the layers of this {label} have different rotations: test its schemes one by one")
     if rotary is None or not (on_attention(attention).rotation is not None or base.rotated[layer]):
         return _Subject(label, None, False)

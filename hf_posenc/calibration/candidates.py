@@ -268,7 +268,7 @@ def _mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, 
         return rotations
     with pair.as_base() as model:
         base = BaseModel.of(model)
-        rotary = base.found.rotary
+        rotary = base.modules.rotary
         layer_types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
         patched = pair.base_model
         rotated = {
@@ -276,7 +276,7 @@ def _mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, 
         }
         for index in pair.layers:
             projection = pair.projections[index]
-            if rotary is None or projection is None or not base.found.rotated[index] or index in rotated:
+            if rotary is None or projection is None or not base.modules.rotated[index] or index in rotated:
                 continue
             layer_type = layer_types[index] if layer_types else None
             rotation = mean_rotation_of(patched, index, projection, rotary, averages[index].mass, layer_type)

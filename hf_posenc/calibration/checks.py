@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -73,7 +71,7 @@ def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
         )
 
 
-def check_tokens(tokens: Any, model: PreTrainedModel, held_out: int) -> None:
+def check_tokens(tokens: object, model: PreTrainedModel, held_out: int) -> None:
     """Check windows of tokens.
 
     Raises:
@@ -109,7 +107,7 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def check_base(inner: PreTrainedModel, patch: Patch, base: Any) -> None:
+def check_base(inner: PreTrainedModel, patch: Patch, base: object) -> None:
     """Check the model that a calibration is to imitate.
 
     Args:
@@ -157,7 +155,7 @@ def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
         return [f"it is a {base_type}, the model a {model_type}"]
     theirs, ours = BaseModel.of(base), BaseModel.of(model)
     pairs = {
-        "number of layers": (len(theirs.found.layers), len(ours.found.layers)),
+        "number of layers": (len(theirs.modules.layers), len(ours.modules.layers)),
         "sizes of the attention": (dict(theirs.sizes), dict(ours.sizes)),
         "vocabulary": tuple(model.get_input_embeddings().weight.shape[0] for model in (base, model)),
         "dtype": (base.dtype, model.dtype),

@@ -255,14 +255,14 @@ def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}")
 
 
-def check_integers(**numbers: Any) -> None:
+def check_integers(**numbers: object) -> None:
     """Raise ValueError unless all arguments are integers."""
     for name, number in numbers.items():
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise ValueError(f"{name} must be an integer, not {number!r}")
 
 
-def check_positive(**numbers: Any) -> None:
+def check_positive(**numbers: object) -> None:
     """Raise ValueError unless all arguments are positive and finite numbers."""
     for name, number in numbers.items():
         if not isinstance(number, Real):
@@ -271,7 +271,7 @@ def check_positive(**numbers: Any) -> None:
             raise ValueError(f"{name} must be positive, not {number}")
 
 
-def check_counts(**numbers: Any) -> None:
+def check_counts(**numbers: object) -> None:
     """Raise ValueError unless all arguments are positive integers."""
     check_integers(**numbers)
     check_positive(**numbers)

@@ -17,13 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..attention_call import Call
-from ..checkpoints.building import model_class
 from ..checkpoints.config import stock_config
+from ..checkpoints.model_classes import model_class
 from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
+from ..families.own_attention import Stock
 from ..forms import Content
-from ..live.attend import AttendThroughUs
 from ..live.base_model import BaseModel
+from ..live.our_attention import AttendThroughUs
 from ..live.undo import SetClass, Undo
 from ..live.watch import LayerCall, recorded
 from ..modules import owner_of
@@ -146,11 +147,11 @@ def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
     undo = Undo()
     try:
         if base.hides_attention:  # a patch without schemes makes the calls visible and keeps the base's positions
-            undo.make(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).pending)
+            undo.apply(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).pending)
             if base.positions_in_mask:
                 decoder = base.model.base_model
-                undo.make(SetClass(decoder, model_class(type(decoder), stock_config(decoder.config))))
-        undo.make(AttendThroughUs(base))
+                undo.apply(SetClass(decoder, model_class(type(decoder), stock_config(decoder.config))))
+        undo.apply(AttendThroughUs(base))
         yield
     finally:
         undo.roll_back()
@@ -189,14 +190,14 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
 
     with attending(model, base), ExitStack() as hooks:
         for index in layers:
-            module: Any = base.found.attention_of[index].posenc
+            module: Any = base.modules.attention_of[index].posenc
             hooks.callback(module.register_forward_pre_hook(record(index)).remove)
-        entered = hooks.enter_context(recorded(base.found.layers))
+        entered = hooks.enter_context(recorded(base.modules.layers))
         model.base_model(tokens, use_cache=False)
     return {index: Observed(entered[index], calls[index]) for index in layers}
 
 
-def attention_call(layer: nn.Module, attention: Any, hidden_states: Tensor, arguments: LayerCall) -> Call:
+def attention_call(layer: nn.Module, attention: Stock, hidden_states: Tensor, arguments: LayerCall) -> Call:
     """Return the call of a layer's attention on some hidden states, with gradients if they are enabled.
 
     Args:

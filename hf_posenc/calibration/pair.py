@@ -66,7 +66,7 @@ def _with_values(values: Values) -> Iterator[None]:
 class _BorrowedKeys(dict[str, Any]):
     """Layer type -> keys and values that another layer lends. They are computed at every look-up."""
 
-    def __init__(self, fill: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, fill: Callable[[dict[str, object]], None]) -> None:
         super().__init__()
         self.fill = fill
 
@@ -124,7 +124,7 @@ class Pair:
         """
         self.model, self.patch, self.other_base = model, patch, base
         self.base_model = BaseModel.of(model)
-        tokens = tokens.to(next(self.base_model.found.token_embedding.parameters()).device, torch.int64)
+        tokens = tokens.to(next(self.base_model.modules.token_embedding.parameters()).device, torch.int64)
         self.train, self.held = tokens[:-held], tokens[-held:]
         self.windows_at_once = max(1, TOKENS_AT_ONCE // tokens.shape[1])
         scheme_layers = {layer for scheme in patch.schemes for layer in self.base_model.layers_of(scheme)}
@@ -177,10 +177,10 @@ class Pair:
             theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
         ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
-        if self.base_model.found.position_table is not None:
+        if self.base_model.modules.position_table is not None:
             shift = _first_hidden_states(self.base_model, tokens) - self._first_hidden_states_of_base(tokens)
-        first = self.base_model.found.layers[0]
-        at_first = on_decoder(self.base_model.found.decoder).layers.at_first
+        first = self.base_model.modules.layers[0]
+        at_first = on_decoder(self.base_model.modules.decoder).layers.at_first
 
         def hidden_states_of(index: int) -> Tensor:
             hidden = theirs[index].layer.hidden_states + shift
@@ -210,7 +210,7 @@ class Pair:
         if name is None:
             return ours[index]
 
-        def fill(lent: dict[str, Any]) -> None:
+        def fill(lent: dict[str, object]) -> None:
             assert lender is not None
             arguments = replace(ours[lender], kwargs={**ours[lender].kwargs, name: lent})
             self.call(lender, hidden_states_of(lender), arguments)
@@ -219,8 +219,8 @@ class Pair:
 
     def _find_token_embedding(self) -> nn.Parameter | None:
         """Return the weight of the token embedding if the patch removed a table of positions that was added to it."""
-        weights = list(self.base_model.found.token_embedding.parameters())
-        lost_table = isinstance(self.base_model.found.position_table, NoEmbedding)
+        weights = list(self.base_model.modules.token_embedding.parameters())
+        lost_table = isinstance(self.base_model.modules.position_table, NoEmbedding)
         return weights[0] if lost_table and len(weights) == 1 else None
 
     @torch.no_grad()
@@ -259,7 +259,7 @@ class Pair:
 
     def call(self, index: int, hidden: Tensor, arguments: LayerCall) -> Call:
         """Return the call of a patched layer's attention on some hidden states."""
-        modules = self.base_model.found
+        modules = self.base_model.modules
         return attention_call(modules.layers[index], modules.attention_of[index], hidden, arguments)
 
     @torch.no_grad()
@@ -346,7 +346,9 @@ class Pair:
         with self.as_base() as unpatched:
             base_model = BaseModel.of(unpatched)
             # Only the mean rotation reads the base's attention weights.
-            rotates = base_model.found.rotary is not None or base_model.own_scheme(tuple(base_model.sizes)) is not None
+            rotates = (
+                base_model.modules.rotary is not None or base_model.own_scheme(tuple(base_model.sizes)) is not None
+            )
         with attending(self.model, self.base_model):
             for batch in self._batches(self.train[:windows]):
                 theirs, inputs = self.layer_inputs(batch)
@@ -368,7 +370,7 @@ class Pair:
 
     def like(self, index: int) -> Tensor:
         """Return an empty tensor with the dtype and device of a layer's queries."""
-        return next(self.base_model.found.attention_of[index].parameters()).new_empty(0)
+        return next(self.base_model.modules.attention_of[index].parameters()).new_empty(0)
 
     def modules(self) -> dict[int, ScoreModule]:
         """Return layer index -> the scheme's module, for the layers where `module` returns one."""
@@ -397,7 +399,7 @@ class Pair:
 
     def _owner(self, index: int) -> ScoreModule | None:
         """Return the module that computes a layer's scores, or None."""
-        return owner_of(self.base_model.found.attention_of[index]._modules.get("posenc"))
+        return owner_of(self.base_model.modules.attention_of[index]._modules.get("posenc"))
 
     def _find_score_weights(self) -> tuple[list[nn.Parameter], dict[int, nn.Linear | None]]:
         """Return `query_key` and `projections`."""
@@ -411,7 +413,7 @@ class Pair:
         self, index: int, hidden: Tensor, arguments: LayerCall
     ) -> tuple[list[nn.Parameter], nn.Linear | None]:
         """Return the parameters that change a layer's scores, and the projection of its queries, see `projections`."""
-        attention = self.base_model.found.attention_of[index]
+        attention = self.base_model.modules.attention_of[index]
         candidates = [p for p in attention.parameters() if p.is_floating_point()]
         required_grad = [p.requires_grad for p in candidates]
         outputs: list[tuple[nn.Linear, Tensor]] = []
@@ -435,7 +437,7 @@ class Pair:
 
 
 def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
-    return entering(base.found.decoder, base.found.layers[0], tokens)
+    return entering(base.modules.decoder, base.modules.layers[0], tokens)
 
 
 def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:

@@ -137,7 +137,7 @@ def cache_outcome(runner: Runner, border: int | None = None, recomputes: bool = 
     return Outcome(about, False, found, off, advice)
 
 
-def _step(runner: Runner, tokens: Tensor, positions: Tensor, part: slice, cache: Any) -> tuple[Any, Tensor]:
+def _step(runner: Runner, tokens: Tensor, positions: Tensor, part: slice, cache: object) -> tuple[Any, Tensor]:
     mask = torch.ones_like(tokens[:, : part.stop])
     output = runner.output(
         tokens[:, part],

@@ -158,7 +158,7 @@ def _rotation(runner: Runner, base: BaseModel | None) -> Iterator[Outcome]:
     """Yield the rotation of all layers, within and beyond the original length."""
     model, patch = runner.model, patch_of(runner.model)
     count = getattr(model.config, "num_hidden_layers", None)
-    layers = longest_list(model, count) if base is None else base.found.layers
+    layers = longest_list(model, count) if base is None else base.modules.layers
     sizes: dict[int, int] = {}
 
     def promised(layer: int) -> Promise | None:

@@ -72,17 +72,17 @@ class Runner:
             tokens = tokens.where(tokens != padding, (tokens + 1) % size)
         return tokens.to(self.device)
 
-    def output(self, tokens: Tensor, **arguments: Any) -> Any:
+    def output(self, tokens: Tensor, **arguments: object) -> Any:
         """Return the output of the model. Arguments that its `forward` does not have are left out."""
         arguments = {"use_cache": False, "return_dict": True} | arguments
         taken = {name: value for name, value in arguments.items() if self._takes is None or name in self._takes}
         return self.model(tokens, **taken)
 
-    def logits(self, tokens: Tensor, **arguments: Any) -> Tensor:
+    def logits(self, tokens: Tensor, **arguments: object) -> Tensor:
         """Return the logits (1, T, V), or the last hidden states (1, T, E) of a model without a head."""
         return logits_of(self.output(tokens, **arguments))
 
-    def at(self, tokens: Tensor, positions: Tensor, **arguments: Any) -> Tensor:
+    def at(self, tokens: Tensor, positions: Tensor, **arguments: object) -> Tensor:
         """Return the logits of tokens at position ids (1, T) that all belong to one document."""
         return self.logits(tokens, position_ids=positions, attention_mask=torch.ones_like(tokens), **arguments)
 

@@ -32,7 +32,7 @@ WHERE = frozenset(inspect.signature(hf_hub_download).parameters) - {"repo_id", "
 class AdapterMixin(StockModel):
     """The part of our model classes that loads adapters and names their base."""
 
-    def load_adapter(self, peft_model_id: str | None = None, *args: object, **kwargs: Any) -> Any:
+    def load_adapter(self, peft_model_id: str | None = None, *args: object, **kwargs: object) -> Any:
         """Load an adapter as transformers does, if it was trained on a base that is patched like this model.
 
         Args:
@@ -151,7 +151,7 @@ def name_base(model: PreTrainedModel, config: PeftConfig) -> PeftConfig:
     return config
 
 
-def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **where: Any) -> None:
+def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **where: object) -> None:
     """Check that an adapter was trained on a base that was patched like this model.
 
     Args:
@@ -167,7 +167,7 @@ def check_adapter(model: PreTrainedModel, adapter: str | os.PathLike[str], **whe
 
 
 def require_same_base(
-    model: PreTrainedModel, raw: JsonObject, adapter: str | os.PathLike[str], source: dict[str, Any]
+    model: PreTrainedModel, raw: JsonObject, adapter: str | os.PathLike[str], source: dict[str, object]
 ) -> None:
     """Raise CheckpointError unless an adapter names a base that was patched like a model.
 

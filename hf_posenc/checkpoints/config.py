@@ -38,7 +38,7 @@ class ConfigMixin(OfPatched, StockConfig):
         super().__setattr__(name, unguarded(name, value))
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(cls, config_dict: dict[str, object], **kwargs: object) -> Any:
         """Check that a saved config was not changed, and make a config of it.
 
         Args:

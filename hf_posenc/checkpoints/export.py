@@ -17,9 +17,9 @@ from ..live.obstacles import check_unquantized
 from ..live.patch_record import Patch, patch_of
 from ..placement import StockForm
 from ..upstream.derived_classes import stock_class
-from .building import PosEncConfigMixin, PosEncMixin
 from .class_names import STUB
 from .guards import unguarded
+from .model_classes import PosEncConfigMixin, PosEncMixin
 from .scheme_entry import ENTRY
 from .weights import position_keys
 
@@ -28,7 +28,7 @@ TABLE_LENGTH = 1024
 
 
 def export_stock(
-    model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: Any
+    model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: object
 ) -> None:
     """Save a patched model as a stock checkpoint, if a stock class can compute the same.
 
@@ -72,7 +72,7 @@ def export_stock(
     settings = _stock_settings(model)
     own_keys = position_keys(model)
     weights = {key: value for key, value in model.state_dict().items() if key not in own_keys}
-    stock_module = None if form is None else base.found.position_table if form.table else base.found.rotary
+    stock_module = None if form is None else base.modules.position_table if form.table else base.modules.rotary
     if patch.attends or form is None or stock_module is None:
         raise UnsupportedModelError(_nothing_fits(patch, base))
     rotated = list(form.turned)
@@ -81,7 +81,7 @@ def export_stock(
         key, table = _make_table(model, base, count)
         weights[key] = table
         settings[model.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = count
-    elif rotated != list(base.found.rotated) or not any(rotated):
+    elif rotated != list(base.modules.rotated) or not any(rotated):
         stock_model, stock_config = _unrotated_twin(base, stock_model, patch)
         settings |= _unrotated_settings(rotated, is_other_type=stock_config.model_type != base.name)
     with torch.device("meta"):
@@ -172,9 +172,9 @@ def _stem(config: type[PreTrainedConfig]) -> str:
 
 def _make_table(model: PreTrainedModel, base: BaseModel, count: int) -> tuple[str, torch.Tensor]:
     """Return the state-dict key of the base's table of positions, and a table with the scheme's vectors."""
-    module: Any = base.found.position_table
+    module: Any = base.modules.position_table
     name = next(name for name, child in model.named_modules() if child is module)
-    device = next(base.found.decoder.parameters()).device
+    device = next(base.modules.decoder.parameters()).device
     with torch.no_grad():
         rows = module.embed(torch.arange(count, device=device)[None])[0].to(model.dtype)
     offset_rows = torch.zeros(base.family.table_offset, rows.shape[-1], dtype=rows.dtype, device=device)

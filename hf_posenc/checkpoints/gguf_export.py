@@ -50,7 +50,7 @@ The scheme must be the only one, in every layer, without a window."""
 
 
 def export_gguf(
-    model: PreTrainedModel, path: str | os.PathLike[str], *, tokenizer: Any = None, dtype: str = "float32"
+    model: PreTrainedModel, path: str | os.PathLike[str], *, tokenizer: object = None, dtype: str = "float32"
 ) -> None:
     """Save a patched model as a GGUF file, if a graph of llama.cpp computes the same.
 
@@ -193,7 +193,7 @@ def _has_paper_slopes(base: BaseModel) -> bool:
     layers = base.layers_with_scores()
     expected = torch.tensor(alibi_slopes(base.dims.num_heads))
     for layer in layers:
-        module = owner_of(base.found.attention_of[layer].get_submodule("posenc"))
+        module = owner_of(base.modules.attention_of[layer].get_submodule("posenc"))
         form = module.form(expected)
         if form is None or form.line is None or not torch.equal(form.line.detach().cpu().float(), expected):
             return False
@@ -206,9 +206,9 @@ def _rotation(patch: Patch, base: BaseModel, block: GgufBlock) -> tuple[Tensor, 
     Raises:
         UnsupportedModelError: if no architecture rotates, or the rotation depends on the length of the text.
     """
-    if block.rotated is None or base.found.rotary is None:
+    if block.rotated is None or base.modules.rotary is None:
         raise _refusal(patch, base, "no graph for it rotates")
-    rotary = copy.deepcopy(base.found.rotary).cpu()  # some keep the frequencies of the last call
+    rotary = copy.deepcopy(base.modules.rotary).cpu()  # some keep the frequencies of the last call
     found = []
     for last in (2, 16 * (base.length or 4096)):
         cos, sin = by_pair(rotary(torch.zeros(1), torch.tensor([[1, last - 1]])), base.family.rotation.angles)
@@ -234,8 +234,8 @@ def _named_tensors(
     """
     weights = model.state_dict()
     names = {id(module): name for name, module in model.named_modules()}
-    places = {f"{names[id(base.found.decoder)]}.{path}": name for path, name in block.decoder_tensors.items()}
-    for index, layer in enumerate(base.found.layers):
+    places = {f"{names[id(base.modules.decoder)]}.{path}": name for path, name in block.decoder_tensors.items()}
+    for index, layer in enumerate(base.modules.layers):
         start = names[id(layer)]
         places |= {f"{start}.{path}": f"blk.{index}.{name}" for path, name in block.layer_tensors.items()}
     head: Any = model.get_output_embeddings()

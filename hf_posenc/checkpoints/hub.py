@@ -134,8 +134,7 @@ def push(
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/pr"):
             api.create_branch(repo, branch=revision, exist_ok=True)
-        text = _read_remote_card(repo, revision, token)
-        if text is None:
+        if (text := _read_remote_card(repo, revision, token)) is None:
             text = _folder_card(view, config, repo, revision)
         readme = CommitOperationAdd("README.md", _complete_card(text, config, tags or []).encode())
         adds = [CommitOperationAdd(path.name, path) for path in _uploaded_files(view)]

@@ -16,13 +16,13 @@ from ..families.base import language_config
 from ..patching.layers import MARKER
 from ..schemes.base import EVERY_SCHEME
 from . import files
-from .building import saved_class
 from .cards import describe_calibration
 from .class_names import architecture
 from .compat_0_1 import was_saved_by_0_1
 from .digests import check_no_adapter, check_saved_weights
 from .headers import JsonObject, json_object, read_tensor_headers
 from .markdown import one_line
+from .model_classes import saved_class
 from .scheme_entry import ENTRY, VERSION_KEY, read_calibration, read_schemes, schemes_of_config
 from .stock_checkpoints import check_checkpoint_served
 from .weights import check_loaded, check_shapes, named_tensors, position_keys

@@ -23,7 +23,7 @@ from .class_names import STUB, stub_text
 from .config import stock_config
 from .digests import write_digests
 from .headers import WEIGHTS
-from .stamp import stamped
+from .save_mark import stamped
 from .stock_checkpoints import StockModel
 from .weights import named_tensors
 

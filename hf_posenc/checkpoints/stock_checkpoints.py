@@ -8,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from ..families.lookup import check_served
+from ..families.lookup import family_of
 from ..registry import family_for
 from .class_names import architecture, heads_of, transformers_class
 from .headers import JsonObject
@@ -32,7 +32,7 @@ def check_checkpoint_served(raw: JsonObject) -> None:
     except UnsupportedModelError:
         if model_type not in CONFIG_MAPPING:
             raise
-        check_served(CONFIG_MAPPING[model_type].from_dict(raw))
+        family_of(CONFIG_MAPPING[model_type].from_dict(raw))
 
 
 def stock_loader(raw: JsonObject) -> type[PreTrainedModel]:

@@ -70,7 +70,7 @@ class LoadingMixin(StockModel):
         return (model, info) if output_loading_info else model
 
     @classmethod
-    def _from_folder(cls, folder: Path, directory: Path, *args: object, **kwargs: Any) -> Loaded:
+    def _from_folder(cls, folder: Path, directory: Path, *args: object, **kwargs: object) -> Loaded:
         """Load from a folder that nobody changes meanwhile.
 
         Args:
@@ -103,7 +103,7 @@ class LoadingMixin(StockModel):
         return model, info
 
     @classmethod
-    def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: Any) -> Loaded:
+    def _from_pretrained(cls, path: object, source: object, *args: object, **kwargs: object) -> Loaded:
         """Load a checkpoint as transformers does, and check the loading info.
 
         Args:
@@ -142,7 +142,7 @@ class LoadingMixin(StockModel):
         return super()._finalize_model_loading(model, load_config, loading_info)
 
 
-def _config_overrides(options: dict[str, Any]) -> dict[str, Any]:
+def _config_overrides(options: dict[str, object]) -> dict[str, Any]:
     """Return the config settings that a user passed among the options of an Auto class."""
     return {
         k: v for k, v in options.items() if not k.startswith("_") and k not in ("return_unused_kwargs", "name_or_path")

@@ -41,7 +41,7 @@ from ..forms import (
     is_one_of,
 )
 from ..positions import DensePositions
-from . import cpu
+from . import cpu_features
 from .base import Engine
 
 QUERIES = 16
@@ -56,7 +56,7 @@ def products_are_faster() -> bool:
 
     Measured at 8192 keys: 4 to 10 times on a processor with AVX512-BF16 alone; with AMX the kernel is as fast.
     """
-    return cpu.multiplies_bfloat16() and not cpu.has_amx()
+    return cpu_features.multiplies_bfloat16() and not cpu_features.has_amx()
 
 
 # ------------------------------------------------------------------------------------------- the scores of each form

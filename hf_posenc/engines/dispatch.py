@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..attention_call import Call
 from ..did_you_mean import did_you_mean
-from . import cpu
+from . import cpu_features
 from .banded import Banded
 from .base import Engine
 from .chunked import Chunked
@@ -25,7 +25,7 @@ from .toeplitz import Toeplitz
 ENGINES: tuple[Engine, ...] = (
     Sdpa(),
     Decode({None: 1024}),
-    Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu.has_amx() else 1024) ** 2}),
+    Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu_features.has_amx() else 1024) ** 2}),
     Toeplitz({None: 128**2}),
     Clipped({None: 256**2}),
     Rescaled({None: 256**2}),

@@ -11,7 +11,7 @@ from ..live.patch_record import patch_of
 from ..verification import verify
 
 
-def harness_model(model: nn.Module, tokenizer: Any, *, max_length: int | None = None, **options: Any) -> Any:
+def harness_model(model: nn.Module, tokenizer: object, *, max_length: int | None = None, **options: object) -> Any:
     """Wrap a model in memory for lm_eval, after a check that every layer responds to positions.
 
     The harness itself would load a checkpoint by name, with classes that ignore the patch.

@@ -168,7 +168,7 @@ def check_memory(model: PreTrainedModel) -> None:
 def _reasons_against_memory(model: PreTrainedModel) -> Iterator[str]:
     """Yield the reasons why a model cannot be read with memory."""
     base, schemes = BaseModel.of(model), schemes_of(model)
-    table, rotary = base.found.position_table, base.found.rotary
+    table, rotary = base.modules.position_table, base.modules.rotary
     if base.hides_attention:
         yield (
             f"the attention of this {base.name} does not go through transformers' attention interface, and its own "
@@ -192,7 +192,7 @@ def _reasons_against_memory(model: PreTrainedModel) -> Iterator[str]:
         )
     switches = base.family.rotation.attention_temperature.items()
     if base.has_temperature or any(
-        getattr(each, name) != off for each in base.found.attentions for name, off in switches
+        getattr(each, name) != off for each in base.modules.attentions for name, off in switches
     ):
         yield (
             f"this {base.name} multiplies its queries by a factor that grows with the position, so scores with tokens "

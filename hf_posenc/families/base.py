@@ -146,14 +146,10 @@ class Family:
         undivided: why its sequences cannot be divided over processes. `None` means that they can, unless it is
             `hybrid`.
         drops_position_ids: `position_ids` do not reach its attention, or its layers.
-        positions_in_mask: `position_ids` do not reach its layers, so the package puts them into the position channel.
-        mask_as_bool: its decoder converts the mask to bool, or to two numbers that stand for True and False.
         joins_documents: documents that are packed into one row see each other in the stock model, because its masks get
             no `position_ids`. So do those of every `hybrid` family.
         sized_by_length: its modules hold a matrix or table of the config's length. The package therefore does not
             raise that length for a scheme without a limit.
-        own_positions: the base's positions in a few words, for the list of families. Needed where other fields do not
-            tell.
         keeps_no_numbers: why numbers beside the cached keys would not reach attention. `None` means that attention gets
             the keys as they are cached. Latent attention need not say it.
         gguf: where its weights go in a GGUF file. `None` means that none can be written.
@@ -170,11 +166,8 @@ class Family:
     hybrid: bool = False
     undivided: str | None = None
     drops_position_ids: bool = False
-    positions_in_mask: bool = False
-    mask_as_bool: bool = False
     joins_documents: bool = False
     sized_by_length: bool = False
-    own_positions: str | None = None
     keeps_no_numbers: str | None = None
     gguf: GgufBlock | None = None
     note: str = ""
@@ -188,6 +181,16 @@ class Family:
     def always_replaced(self) -> bool:
         """Whether every scheme replaces the attention, because it never calls transformers' attention interface."""
         return self.attention is not None and self.attention.bypasses_interface
+
+    @property
+    def positions_in_mask(self) -> bool:
+        """Whether `position_ids` do not reach its layers, so that the package puts them into the position channel."""
+        return self.attention is not None and self.attention.positions_in_mask
+
+    @property
+    def mask_as_bool(self) -> bool:
+        """Whether its decoder converts the mask to bool, or to two numbers that stand for True and False."""
+        return self.attention is not None and self.attention.mask_as_bool
 
     @property
     def loses_numbers(self) -> str | None:

@@ -1,13 +1,12 @@
 """Families whose positions are vectors from a table, added at the input: learned vectors, and XGLM's sinusoids."""
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from .base import NO_ROTARY, Family, Names
 from .gguf_blocks import GPT2_BLOCK
-from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
+from .own_attention import DroppingAttention, Heads, OwnAttention, Stock, split_fused
 
 # In cross attention a key has no distance from the query.
 _CROSS_ATTENTION = {
@@ -19,7 +18,7 @@ _CROSS_ATTENTION = {
 class _Gpt2(DroppingAttention):
     output_projection = "c_proj"
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         shape = (*hidden_states.shape[:-1], attention.num_heads, attention.head_dim)
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
         query, key, value = (each.view(shape).transpose(1, 2) for each in fused)
@@ -28,8 +27,9 @@ class _Gpt2(DroppingAttention):
 
 class _GptBigcode(_Gpt2):
     cache = "layer_past"
+    positions_in_mask = True
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return the heads of the fused projection: all queries, one key, one value; or head by head without MQA."""
         fused = attention.c_attn(hidden_states)
         if not attention.multi_query:
@@ -38,34 +38,37 @@ class _GptBigcode(_Gpt2):
         query, key, value = heads.split((attention.num_heads, 1, 1), dim=1)
         return query, key, value
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         return attention.attn_dropout
 
 
 class _GptNeo(DroppingAttention):
     bypasses_interface = True
     cache = "layer_past"
+    positions_in_mask = True
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return 1.0
 
-    def window(self, attention: Any) -> int | None:
+    def window(self, attention: Stock) -> int | None:
         return attention.config.window_size if attention.attention_type == "local" else None
 
 
 class _OpenaiGpt(DroppingAttention):
     bypasses_interface = True
     output_projection = "c_proj"
+    positions_in_mask = True
+    mask_as_bool = True
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
         query, key, value = (each.unflatten(-1, (attention.n_head, -1)).transpose(1, 2) for each in fused)
         return query, key, value
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return (attention.split_size // attention.n_head) ** -0.5 if attention.scale else 1.0
 
-    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+    def outputs(self, attention: Stock, output: Tensor, weights: Tensor | None) -> object:
         return [output, weights]  # the layer concatenates lists
 
 
@@ -75,6 +78,8 @@ class _Opt(OwnAttention):
 
 class _Xglm(_Opt):
     bypasses_interface = True
+    positions_in_mask = True
+    positions = "sinusoids at the input"
 
 
 _NAMES = Names(position_table="embed_positions")
@@ -102,7 +107,6 @@ FAMILIES = (
         attention=_GptBigcode(),
         refuse=_CROSS_ATTENTION,
         sized_by_length=True,  # the decoder has a square causal mask
-        positions_in_mask=True,
     ),
     # GPT-Neo does not scale scores, and every second layer makes its own sliding window.
     Family(
@@ -111,7 +115,6 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_GptNeo(),
         sized_by_length=True,  # each layer has a square causal mask
-        positions_in_mask=True,
     ),
     # The first GPT. It has no cache.
     Family(
@@ -127,8 +130,6 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_OpenaiGpt(),
         sized_by_length=True,  # each layer has a square causal mask
-        positions_in_mask=True,
-        mask_as_bool=True,
         joins_documents=True,
         note="no cache; `position_ids` must be passed beyond its own length",
     ),
@@ -158,8 +159,6 @@ FAMILIES = (
         attention=_Xglm(),
         refuse=_CROSS_ATTENTION,
         sized_by_length=True,  # the table of sinusoids
-        positions_in_mask=True,
         joins_documents=True,
-        own_positions="sinusoids at the input",
     ),
 )

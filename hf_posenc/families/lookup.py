@@ -11,20 +11,17 @@ from .refused import DECODER_HALF
 
 
 def family_of(config: Any) -> Family:
-    """Return the family that serves the models of a config, stock or ours; UnsupportedModelError if no family does."""
-    model_type = base_model_type(config)
-    return family_for(model_type)
-
-
-def check_served(config: Any) -> None:
-    """Raise UnsupportedModelError if no family serves the models of a config, or the language model inside them.
+    """Return the family that serves the models of a config, or the language model inside them.
 
     Args:
         config: stock or ours. Checkpoints of one multimodal type may have different language models inside.
+
+    Raises:
+        UnsupportedModelError: if no family does.
     """
     model_type, inside = str(type(config).model_type).removeprefix("posenc_"), base_model_type(config)
     try:
-        family_for(inside)
+        return family_for(inside)
     except UnsupportedModelError as error:
         if reason_against(model_type) is not None or (inside == model_type and not config.is_encoder_decoder):
             raise

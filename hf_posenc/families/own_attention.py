@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Query (B, H, T, D), key and value (B, K, T, D)."""
+
+Arguments = dict[str, Any]
+"""Arguments of a stock attention by name."""
+
+
+class Stock(Protocol):
+    """A stock attention module. Its attributes differ by family, so type checkers know none of them."""
+
+    def __getattr__(self, name: str) -> Any: ...
 
 
 @dataclass(frozen=True)  # so that copies compare equal
@@ -32,6 +41,10 @@ class OwnAttention:
         residual: argument of the attention that holds the residual, if `merge_heads` adds it. `None` means that the
             layer adds it.
         idle_rotary: path from the decoder to a rotary module whose cos and sin the replaced attention does not read.
+        positions_in_mask: `position_ids` do not reach the layers, so the package puts them into the position channel.
+        mask_as_bool: the decoder converts the mask to bool, or to two numbers that stand for True and False.
+        positions: the base's own positions in a few words, for the list of families. `None` means that other fields of
+            the family tell.
         decoder_attributes: attribute of the decoder -> the value that switches off the decoder's own positions.
     """
 
@@ -41,16 +54,19 @@ class OwnAttention:
     cache: ClassVar[str] = "past_key_values"
     residual: ClassVar[str | None] = None
     idle_rotary: ClassVar[str | None] = None
+    positions_in_mask: ClassVar[bool] = False
+    mask_as_bool: ClassVar[bool] = False
+    positions: ClassVar[str | None] = None
     decoder_attributes: ClassVar[Mapping[str, Any]] = {}
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return query, key and value of hidden states (B, T, E), as the stock attention makes them."""
         shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
         return query * attention.scaling if self.query_is_scaled else query, key, value
 
-    def merge_heads(self, attention: Any, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def merge_heads(self, attention: Stock, output: Tensor, arguments: Arguments) -> Tensor:
         """Return (B, T, E) from the attention function's output (B, T, H, D).
 
         If the stock attention applies residual dropout or adds the residual, this method does so too.
@@ -63,23 +79,23 @@ class OwnAttention:
         merged: Tensor = getattr(attention, self.output_projection)(output.flatten(2))
         return merged
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         """Return the probability with which attention weights are dropped while training."""
         return attention.dropout
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         """Return the factor of the scores."""
         return attention.scaling
 
-    def window(self, attention: Any) -> int | None:
+    def window(self, attention: Stock) -> int | None:
         """Return the layer's sliding window in tokens, the query's own included; `None` if the mask has it or none."""
         return None
 
-    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+    def outputs(self, attention: Stock, output: Tensor, weights: Tensor | None) -> object:
         """Return output (B, T, E) and weights in the form in which the stock attention returns them."""
         return output, weights
 
-    def alibi(self, attention: Any) -> float | None:
+    def alibi(self, attention: Stock) -> float | None:
         """Return the factor by which the base multiplies ALiBi's slopes; `None` if the base has no ALiBi."""
         return None
 
@@ -87,7 +103,7 @@ class OwnAttention:
         """Return the base's rotation as transformers' `rope_parameters`, empty if it rotates nothing."""
         return getattr(config, "rope_parameters", None) or {}
 
-    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def without_positions(self, attention: Stock, arguments: Arguments) -> Arguments:
         """Return the arguments of the stock forward, changed so that the base's positions have no effect.
 
         Only for an attention that bypasses the interface. `verify` compares its output with that of its replacement.
@@ -102,11 +118,11 @@ class OwnAttention:
 class DroppingAttention(OwnAttention):
     """The pieces of an attention with two dropout modules, `attn_dropout` and `resid_dropout`."""
 
-    def merge_heads(self, attention: Any, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def merge_heads(self, attention: Stock, output: Tensor, arguments: Arguments) -> Tensor:
         """Return the merged heads (B, T, E), after residual dropout."""
         return attention.resid_dropout(super().merge_heads(attention, output, arguments))
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         """Return the probability with which attention weights are dropped while training."""
         return attention.attn_dropout.p
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from .base import NO_ROTARY, Family, Names, RotationFacts
-from .own_attention import DroppingAttention, Heads, OwnAttention, split_fused
+from .own_attention import Arguments, DroppingAttention, Heads, OwnAttention, Stock, split_fused
 
 _ALIBI = "a bias by distance on the scores (ALiBi)"
 
 
-def no_alibi(*args: Any, **kwargs: Any) -> None:
+def no_alibi(*args: object, **kwargs: object) -> None:
     """Return no ALiBi bias.
 
     It stands in for the decoder's function that makes one, because our attention reads none.
@@ -21,7 +21,7 @@ def no_alibi(*args: Any, **kwargs: Any) -> None:
     return
 
 
-def _without_angles(arguments: dict[str, Any]) -> dict[str, Any]:
+def _without_angles(arguments: Arguments) -> Arguments:
     """Return the arguments of an attention with all angles at 0."""
     cos, sin = arguments["position_embeddings"]
     return {**arguments, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
@@ -34,38 +34,43 @@ class _Dense(OwnAttention):
     output_projection = "dense"
     cache = "layer_past"
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         return attention.attention_dropout.p
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return attention.inv_norm_factor
 
 
 class _Bloom(_Dense):
+    positions_in_mask = True
+    positions = _ALIBI
     residual = "residual"
     decoder_attributes: ClassVar = {"build_alibi_tensor": no_alibi}
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         return split_fused(attention.query_key_value(hidden_states), attention.num_heads, attention.head_dim)
 
-    def merge_heads(self, attention: Any, output: Tensor, arguments: Any) -> Tensor:
+    def merge_heads(self, attention: Stock, output: Tensor, arguments: Arguments) -> Tensor:
         merged = super().merge_heads(attention, output, arguments)
         return arguments["residual"] + dropout(merged, p=attention.hidden_dropout, training=attention.training)
 
-    def alibi(self, attention: Any) -> float | None:
+    def alibi(self, attention: Stock) -> float | None:
         return 1.0  # factor on ALiBi's slopes
 
-    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def without_positions(self, attention: Stock, arguments: Arguments) -> Arguments:
         """Return the arguments with a bias of zeros, (B * H, 1, L)."""
         batch, keys = arguments["residual"].shape[0], arguments["attention_mask"].shape[-1]
         return {**arguments, "alibi": arguments["residual"].new_zeros(batch * attention.num_heads, 1, keys)}
 
 
 class _Mpt(OwnAttention):
+    positions_in_mask = True
+    mask_as_bool = True
+    positions = _ALIBI
     bypasses_interface = True
     decoder_attributes: ClassVar = {"build_mpt_alibi_tensor": no_alibi}
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         fused = attention.Wqkv(hidden_states)
         if attention.clip_qkv:
             fused = fused.clamp(min=-attention.clip_qkv, max=attention.clip_qkv)
@@ -73,25 +78,26 @@ class _Mpt(OwnAttention):
         query, key, value = (each.view(shape).transpose(1, 2) for each in fused.chunk(3, dim=2))
         return query, key, value
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         return attention.attn_dropout_p
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return attention.softmax_scale
 
-    def alibi(self, attention: Any) -> float | None:
+    def alibi(self, attention: Stock) -> float | None:
         return 1.0  # factor on ALiBi's slopes
 
-    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def without_positions(self, attention: Stock, arguments: Arguments) -> Arguments:
         """Return the arguments without the bias, and with the bool mask of MPT, True for invisible keys."""
         return {**arguments, "position_bias": None, "attention_mask": arguments["attention_mask"] < 0}
 
 
 class _Falcon(_Dense):
+    positions = f"rotation of whole heads, or {_ALIBI}"
     idle_rotary = "rotary_emb"
     decoder_attributes: ClassVar = {"use_alibi": False}
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return the heads of the fused projection. It has groups of heads: some queries, then one key and one value.
 
         There is one group (multi-query), one for each query head (multi-head), or, with `new_decoder_architecture`, any
@@ -103,41 +109,43 @@ class _Falcon(_Dense):
         query, key, value = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         return attention.attention_dropout.p if attention.config.alibi else 0.0  # a Falcon that rotates drops nothing
 
-    def alibi(self, attention: Any) -> float | None:
+    def alibi(self, attention: Stock) -> float | None:
         # factor on ALiBi's slopes
         return attention.inv_norm_factor if attention.config.alibi else None
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
         return {} if config.alibi else config.rope_parameters
 
-    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def without_positions(self, attention: Stock, arguments: Arguments) -> Arguments:
         return {**_without_angles(arguments), "alibi": None}
 
 
 class _GptNeoxJapanese(_Dense):
+    positions = "rotation of whole heads or of a part of each"
     idle_rotary = "rotary_emb"
 
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         return split_fused(attention.query_key_value(hidden_states), attention.num_attention_heads, attention.head_size)
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return 1.0 / attention.norm_factor
 
-    def outputs(self, attention: Any, output: Tensor, weights: Tensor | None) -> Any:
+    def outputs(self, attention: Stock, output: Tensor, weights: Tensor | None) -> object:
         return output, weights, attention.dense_bias  # the layer adds this bias
 
-    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def without_positions(self, attention: Stock, arguments: Arguments) -> Arguments:
         return _without_angles(arguments)
 
 
 class _Gptj(DroppingAttention):
+    positions = "rotation of a part of each head"
     bypasses_interface = True
     cache = "layer_past"
 
-    def scaling(self, attention: Any) -> float:
+    def scaling(self, attention: Stock) -> float:
         return 1.0 / attention.scale_attn
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
@@ -150,13 +158,13 @@ class _Gptj(DroppingAttention):
             share = math.nextafter(share, 1.0)
         return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
 
-    def without_positions(self, attention: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    def without_positions(self, attention: Stock, arguments: Arguments) -> Arguments:
         """Return the arguments with every token at position 0, where the angle is 0."""
         return {**arguments, "position_ids": torch.zeros_like(arguments["position_ids"])}
 
 
 class _Codegen(_Gptj):
-    def split_heads(self, attention: Any, hidden_states: Tensor) -> Heads:
+    def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return the heads of the fused projection. It has four parts, one per TPU core that trained the model.
 
         A part has a quarter of the heads: all their queries, then all values, then all keys.
@@ -174,7 +182,6 @@ def _gptj_family(model_type: str, attention: OwnAttention) -> Family:
         rotation=RotationFacts(rotary=None, pairs="interleaved"),
         attention=attention,
         sized_by_length=True,  # each layer has a table of angles
-        own_positions="rotation of a part of each head",
     )
 
 
@@ -193,19 +200,14 @@ FAMILIES = (
             "slow_but_exact": "it cuts the output projection into slices, which hf_posenc does not do; set it to False "
             "(only the rounding differs)"
         },
-        positions_in_mask=True,
         joins_documents=True,
-        own_positions=_ALIBI,
     ),
     Family(
         model_types=("mpt",),
         names=Names(layers="blocks", attention="attn", token_embedding="wte", config_length="max_seq_len"),
         rotation=NO_ROTARY,
         attention=_Mpt(),
-        positions_in_mask=True,
-        mask_as_bool=True,
         joins_documents=True,
-        own_positions=_ALIBI,
     ),
     Family(
         model_types=("falcon",),
@@ -218,14 +220,12 @@ FAMILIES = (
         rotation=NO_ROTARY,
         attention=_Falcon(),
         joins_documents=True,
-        own_positions=f"rotation of whole heads, or {_ALIBI}",
     ),
     Family(
         model_types=("gpt_neox_japanese",),
         names=Names(attention="attention", token_embedding="embed_in", attention_head_dim="head_size"),
         rotation=NO_ROTARY,
         attention=_GptNeoxJapanese(),
-        own_positions="rotation of whole heads or of a part of each",
     ),
     _gptj_family("gptj", _Gptj()),
     _gptj_family("codegen", _Codegen()),

@@ -1,12 +1,12 @@
 """Families that need no code, one row of data each. A family with code has a file of its own in this folder."""
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from .base import Family, Names, RotationFacts
 from .gguf_blocks import LLAMA_BLOCK
+from .own_attention import Stock
 
 _ENCODER_USE = {
     # With it, as in EmbeddingGemma, queries see later keys, at negative distances.
@@ -70,16 +70,14 @@ def _slides(attention: nn.Module) -> bool:
     return getattr(attention, "sliding_window", None) is not None
 
 
-def _slides_or_all(attention: nn.Module) -> bool:
+def _slides_or_all(attention: Stock) -> bool:
     """Return whether a layer of EXAONE 4 rotates: it has a sliding window, or the config has none."""
-    own: Any = attention
-    return own.sliding_window is None or own.is_sliding
+    return attention.sliding_window is None or attention.is_sliding
 
 
-def _has_theta(attention: nn.Module) -> bool:
+def _has_theta(attention: Stock) -> bool:
     """Return whether a layer rotates. If not, the config gives 0 as its base of frequencies."""
-    own: Any = attention
-    return bool(own.config.layer_rope_theta[own.layer_idx])
+    return bool(attention.config.layer_rope_theta[attention.layer_idx])
 
 
 _ROWS = (

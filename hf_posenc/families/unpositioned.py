@@ -1,15 +1,13 @@
 """Hybrid families whose attention has no positions; their other layers make order visible to it."""
 
-from typing import Any
-
 from .base import NO_ROTARY, Family, Names
-from .own_attention import OwnAttention
+from .own_attention import OwnAttention, Stock
 
 
 class _Jamba(OwnAttention):
     output_projection = "o_proj"
 
-    def dropout(self, attention: Any) -> float:
+    def dropout(self, attention: Stock) -> float:
         return attention.attention_dropout
 
 

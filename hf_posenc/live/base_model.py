@@ -16,6 +16,7 @@ from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type, resolve
 from ..families.lookup import family_of
 from ..modules import Native, WithoutPositions
+from ..placement import Placed
 from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import RotaryScheme, Scheme
 from ..schemes.rope import Rope
@@ -38,14 +39,14 @@ class BaseModel:
     Attributes:
         model: the model, with or without head.
         family: facts about its architecture.
-        found: the modules of the model that the family names.
+        modules: those modules of the model that the family names.
         sizes: layer index -> sizes of the layer's attention, for the layers that have attention.
         keeps_table: whether the base's table of positions stays, because some layers keep the base's positions.
     """
 
     model: PreTrainedModel
     family: Family
-    found: Resolved
+    modules: Resolved
     sizes: Mapping[int, Dims]
     keeps_table: bool = False
 
@@ -75,7 +76,7 @@ class BaseModel:
 
         An attention that was deep-copied has a config of its own.
         """
-        attention_configs = (module.config for module in self.found.attentions if "config" in module.__dict__)
+        attention_configs = (module.config for module in self.modules.attentions if "config" in module.__dict__)
         model_configs = (config.whole if isinstance(config, LayerConfig) else config for config in attention_configs)
         return list({id(config): config for config in (self.config, *model_configs)}.values())
 
@@ -97,24 +98,24 @@ class BaseModel:
     @property
     def num_layers(self) -> int:
         """Number of decoder layers, with and without attention."""
-        return len(self.found.layers)
+        return len(self.modules.layers)
 
     @property
     def token_weight(self) -> Tensor:
         """The token vectors, (vocabulary, E)."""
-        embedding: Any = self.found.token_embedding  # PEFT's wrappers also have the attribute
+        embedding: Any = self.modules.token_embedding  # PEFT's wrappers also have the attribute
         weight: Tensor = embedding.weight
         return weight
 
     @property
     def rotation(self) -> BaseRotation:
         """The base's rotation of queries and keys."""
-        return BaseRotation(self.family, self.found, self.config, self.sizes)
+        return BaseRotation(self.family, self.modules, self.config, self.sizes)
 
     @property
     def rotated(self) -> tuple[bool, ...]:
         """For each layer, whether the base rotates its queries and keys."""
-        return self.found.rotated
+        return self.modules.rotated
 
     @property
     def lenders(self) -> dict[int, int]:
@@ -124,7 +125,7 @@ class BaseModel:
             return {}
         types = self.config.layer_types
         borrowers, lender_of_type = [], {}
-        for layer, attention in self.found.attention_of.items():
+        for layer, attention in self.modules.attention_of.items():
             if getattr(attention, borrows_attribute):
                 borrowers.append(layer)
             else:
@@ -142,7 +143,7 @@ class BaseModel:
         """Indices of the layers in which the base norms queries and keys, beside their rotation."""
         return tuple(
             index
-            for index, attention in self.found.attention_of.items()
+            for index, attention in self.modules.attention_of.items()
             for name in self.family.names.attention_norms
             if not isinstance(attention._modules.get(name), (type(None), nn.Identity))
         )
@@ -155,7 +156,7 @@ class BaseModel:
         switches = self.family.rotation.attention_temperature
         return tuple(  # such a switch acts in unrotated layers only
             index
-            for index, attention in self.found.attention_of.items()
+            for index, attention in self.modules.attention_of.items()
             if not self.rotated[index] and any(getattr(attention, name) for name in switches)
         )
 
@@ -167,14 +168,14 @@ class BaseModel:
     @property
     def has_table(self) -> bool:
         """Whether the base adds positions to its input, from a table."""
-        return self.found.position_table is not None
+        return self.modules.position_table is not None
 
     @property
     def positions_in_mask(self) -> bool:
         """Whether layers get positions only through the mask of our attention function."""
         return self.family.positions_in_mask
 
-    def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
+    def layers_of(self, scheme: Placed) -> tuple[int, ...]:
         """Return the indices of a fitted scheme's layers.
 
         If the scheme names no layers, these are all layers in which it can act.
@@ -184,7 +185,7 @@ class BaseModel:
 
     def layers_with_scores(self) -> tuple[int, ...]:
         """Return the indices of a patched model's layers that have a scheme on their attention scores."""
-        modules = {index: attention._modules.get("posenc") for index, attention in self.found.attention_of.items()}
+        modules = {index: attention._modules.get("posenc") for index, attention in self.modules.attention_of.items()}
         return tuple(index for index, module in modules.items() if not isinstance(module, WithoutPositions | None))
 
     def own_scheme(self, layers: tuple[int, ...]) -> Scheme | None:
@@ -195,7 +196,7 @@ class BaseModel:
         attention = self.family.attention
         if attention is None:
             return None
-        if (factor := attention.alibi(self.found.attentions[0])) is not None:
+        if (factor := attention.alibi(self.modules.attentions[0])) is not None:
             slopes = tuple(factor * slope for slope in alibi_slopes(self.dims.num_heads))
             return Alibi(slopes=slopes, layers=layers)
         return self.fit_rotation(Rope(layers=layers)) if attention.rope_parameters(self.config) else None
@@ -217,7 +218,7 @@ class BaseModel:
         """Layer index -> the base's sliding window in tokens, for the layers that have one."""
         pieces, types = self.family.attention, getattr(self.config, "layer_types", None)
         windows = {}
-        for layer, attention in self.found.attention_of.items():
+        for layer, attention in self.modules.attention_of.items():
             window = None if pieces is None else pieces.window(attention)
             if window is None and (types is None or types[layer] == "sliding_attention"):
                 window = getattr(self.config, "sliding_window", None)
@@ -231,7 +232,7 @@ class BaseModel:
         slides = DynamicCache(config=self.config).is_sliding
         return {*self.windows, *(layer for layer, forgets in enumerate(slides) if forgets)}
 
-    def require_own_attention(self, scheme: str) -> None:
+    def require_our_attention(self, scheme: str) -> None:
         """Raise UnsupportedModelError if the model cannot use the attention function of this package.
 
         Args:
@@ -254,7 +255,7 @@ class BaseModel:
             layers: indices of its layers.
         """
         reason = self.family.loses_numbers
-        if reason is None and any(cache_argument(self.found.attention_of[layer]) is None for layer in layers):
+        if reason is None and any(cache_argument(self.modules.attention_of[layer]) is None for layer in layers):
             reason = "hands its attention no cache"
         if shared := sorted({*self.lenders, *self.lenders.values()}.intersection(layers)):
             reason = f"shares the keys of layer {', '.join(map(str, shared))} with other layers"
@@ -269,8 +270,8 @@ class BaseModel:
         The table is detached, and its first row is position 0.
         """
         table = None
-        if isinstance(self.found.position_table, nn.Embedding):
-            table = self.found.position_table.weight.detach()[self.family.table_offset :]
+        if isinstance(self.modules.position_table, nn.Embedding):
+            table = self.modules.position_table.weight.detach()[self.family.table_offset :]
         return Native(table, self._token_rms(), self.length)
 
     def _token_rms(self) -> float:
@@ -280,14 +281,14 @@ class BaseModel:
             return 0.0
         tokens = torch.arange(0, len(weight), max(1, len(weight) // RMS_SAMPLE), device=weight.device)
         if self.has_table:
-            vectors: Tensor = self.found.token_embedding(tokens)
+            vectors: Tensor = self.modules.token_embedding(tokens)
         else:  # a forward pass, because many families scale their embeddings
-            with evaluation(self.found.decoder):  # dropout would change the RMS
-                vectors = entering(self.found.decoder, self.found.layers[0], tokens[:, None])
+            with evaluation(self.modules.decoder):  # dropout would change the RMS
+                vectors = entering(self.modules.decoder, self.modules.layers[0], tokens[:, None])
         return vectors.detach().double().square().mean().sqrt().item()
 
 
-def _sizes(family: Family, config: PreTrainedConfig, attention: Any, num_layers: int) -> Dims:
+def _sizes(family: Family, config: PreTrainedConfig, attention: nn.Module, num_layers: int) -> Dims:
     """Return the sizes of one attention."""
     names = family.names
     heads = config.num_attention_heads if names.attention_heads is None else getattr(attention, names.attention_heads)

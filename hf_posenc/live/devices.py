@@ -11,7 +11,7 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 """Values of `device_map` for which accelerate chooses the device of each module."""
 
 
-def take_dispatch_options(options: dict[str, Any]) -> dict[str, Any]:
+def take_dispatch_options(options: dict[str, object]) -> dict[str, Any]:
     """Remove and return the options that spread a model over several devices; none for a model on one device.
 
     transformers would use them while it loads, before patching adds modules.

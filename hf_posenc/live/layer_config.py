@@ -8,7 +8,7 @@ from typing import Any
 class LayerConfig:
     """A view of a model's config for one attention. Only some `rope_parameters` differ."""
 
-    def __init__(self, whole: Any, **parameters: Any) -> None:
+    def __init__(self, whole: object, **parameters: object) -> None:
         """Make a view of a config.
 
         Args:
@@ -28,6 +28,6 @@ class LayerConfig:
             raise AttributeError(name)
         return getattr(self.whole, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute of the model's config."""
         setattr(self.whole, name, value)

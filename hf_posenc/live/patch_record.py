@@ -69,11 +69,12 @@ def patch_of(model: nn.Module) -> Patch | None:
 
 def patched_part(model: nn.Module) -> Any:
     """Return the part of a model that a patch changes: its language model, without adapter and head."""
-    model = language_model(without_adapter(model))
+    inner = without_adapter(model)
+    model = language_model(inner)
     return getattr(model, "base_model", model)
 
 
-def language_model(model: Any) -> Any:
+def language_model(model: object) -> Any:
     """Return the language model inside a multimodal model, or any other model unchanged.
 
     It is the outermost model of transformers with the text config. So it has a head if the head is inside.
@@ -97,12 +98,15 @@ def adapted_parts(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def alone(model: nn.Module, action: str) -> Iterator[None]:
+def alone(model: nn.Module, action: str) -> Iterator[Patch | None]:
     """Keep other calls from changing a model for a `with` block.
 
     Args:
         model: the model, with or without head. A model is also locked through its head.
         action: what the caller is about to do, as in "patch the model".
+
+    Yields:
+        The record of its patch, or None for a stock model.
 
     Raises:
         UnsupportedModelError: if another call, usually in another thread, is changing the model.
@@ -118,6 +122,6 @@ def alone(model: nn.Module, action: str) -> Iterator[None]:
             "returned"
         )
     try:
-        yield
+        yield owner.__dict__.get(PATCH)
     finally:
         del owner.__dict__[CHANGING]

@@ -36,13 +36,13 @@ class BaseRotation:
 
     Attributes:
         family: facts about the model's architecture.
-        found: the modules of the model that the family names.
+        modules: those modules of the model that the family names.
         config: the model's config.
         sizes: layer index -> sizes of the layer's attention, for the layers that have attention.
     """
 
     family: Family
-    found: Resolved
+    modules: Resolved
     config: PreTrainedConfig
     sizes: Mapping[int, Dims]
 
@@ -56,7 +56,7 @@ class BaseRotation:
         attribute = self.family.rotation.attention_part
         if attribute is None:
             return self.sizes[layer]
-        return replace(self.sizes[layer], head_dim=getattr(self.found.attention_of[layer], attribute))
+        return replace(self.sizes[layer], head_dim=getattr(self.modules.attention_of[layer], attribute))
 
     @property
     def pairs(self) -> str:
@@ -78,17 +78,17 @@ class BaseRotation:
     def own(self) -> RopeParameters:
         """Return the base's `rope_parameters`, with the keys that transformers reads."""
         facts, sizes = self.family.rotation, self._head_dims_by_type()
-        parameters = own_rotation(self._config(), self.dims, self.found.rotary, facts.slices_rotary, sizes)
+        parameters = own_rotation(self._config(), self.dims, self.modules.rotary, facts.slices_rotary, sizes)
         if facts.parameter_coordinates is not None:  # schemes cannot choose it
             parameters.pop(facts.parameter_coordinates, None)
         return parameters
 
     def is_own(self, scheme: RotaryScheme) -> bool:
         """Return whether a fitted scheme is exactly the base's own rotation."""
-        if self.found.rotary is None or (parameters := self.parameters(scheme)) is None:
+        if self.modules.rotary is None or (parameters := self.parameters(scheme)) is None:
             return False
         has_rotary_part = self.family.rotation.attention_part is not None
-        if has_rotary_part and turned_dimensions(self.found.rotary) != self.dims.head_dim:
+        if has_rotary_part and turned_dimensions(self.modules.rotary) != self.dims.head_dim:
             return False  # Mistral 4 without a scaling has angles for whole heads
         return parameters == self.parameters(self._complete(Rope()))
 
@@ -139,16 +139,16 @@ class BaseRotation:
     def is_stock(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> bool:
         """Return whether a stock class would rotate layers of a patched model as their fitted scheme does."""
         parameters = scheme.rope_parameters()
-        if self.found.rotary is None or parameters is None:
+        if self.modules.rotary is None or parameters is None:
             return False
-        if any(on_layer(self.found.layers[layer]).rotation is not None for layer in layers):
+        if any(on_layer(self.modules.layers[layer]).rotation is not None for layer in layers):
             return False
         if scheme.leaves_dimensions and not self.family.rotation.slices_rotary:
             return False
         if (size_attribute := self.family.rotation.attention_size) is None:
             return True
         rotary_dim = int(self.dims.head_dim * parameters.get("partial_rotary_factor", 1.0))
-        return all(getattr(self.found.attention_of[layer], size_attribute) == rotary_dim for layer in layers)
+        return all(getattr(self.modules.attention_of[layer], size_attribute) == rotary_dim for layer in layers)
 
     def parameters(self, scheme: RotaryScheme) -> RopeParameters | None:
         """Return a fitted scheme's `rope_parameters` with the keys that this base's config has, or None.
@@ -184,7 +184,7 @@ class BaseRotation:
     def make(self, parameters: RopeParameters) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""
         facts, sizes = self.family.rotation, self._head_dims_by_type()
-        rotary = make_rotary(parameters, self._config(), self.dims, self.found.rotary, facts.slices_rotary, sizes)
+        rotary = make_rotary(parameters, self._config(), self.dims, self.modules.rotary, facts.slices_rotary, sizes)
         for module in rotary.modules():
             if isinstance(module, PartialRotary):
                 module.takes = module.gives = facts.angles
@@ -192,7 +192,7 @@ class BaseRotation:
 
     def scaling_with(self, layer: int, parameters: RopeParameters) -> float:
         """Return the `scaling` that a layer's attention would have if it were built with these `rope_parameters`."""
-        attention: Any = self.found.attention_of[layer]
+        attention: Any = self.modules.attention_of[layer]
         config = copy.deepcopy(self.config)
         config.rope_parameters = parameters
         index = getattr(attention, str(self.family.names.attention_layer_index))
@@ -211,7 +211,7 @@ class BaseRotation:
 
     def _check_attention(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> None:
         """Raise UnsupportedModelError if the base's attention cannot rotate queries and keys with a scheme."""
-        if self.found.rotary is None and self.family.attention is None:
+        if self.modules.rotary is None and self.family.attention is None:
             raise UnsupportedModelError(
                 f"{scheme.name}: this {self._name} rotates nothing, and no rotation can be put between the projections "
                 "and the scores of its attention"
@@ -221,14 +221,14 @@ class BaseRotation:
                 f"{scheme.name}: the layers of this {self._name} have {len(self._thetas)} bases of frequencies, and "
                 f"a rotation has one: config.{self.family.rotation.config_thetas}"
             )
-        if self.found.rotary is not None and scheme.pairs not in (None, self.pairs):
+        if self.modules.rotary is not None and scheme.pairs not in (None, self.pairs):
             by = "halves" if self.pairs == "half" else "neighbouring dimensions"
             raise UnsupportedModelError(
                 f"{scheme.name}: {self._name} rotates by {by} in its own code, so layout={scheme.pairs!r} is "
                 "impossible: the rows of its query and key projections would have to be reordered"
             )
         if self.family.rotation.rotates is not None and scheme.layers is not None:
-            rotated = self.found.rotated
+            rotated = self.modules.rotated
             if unrotated := [layer for layer in layers if not rotated[layer]]:
                 raise UnsupportedModelError(
                     f"{scheme.name}: {self._name} leaves layer {', '.join(map(str, unrotated))} unrotated in its own "

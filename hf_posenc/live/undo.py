@@ -14,9 +14,9 @@ from ..layer_state import STATE, OnAttention, OnDecoder, OnLayer
 
 
 class Change(Protocol):
-    """A change of a live model. `Undo.make` makes it."""
+    """A change of a live model. `Undo.apply` makes it."""
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Record the inverse step, then make the change."""
 
 
@@ -33,10 +33,10 @@ class Undo:
         """Start without steps."""
         self.steps: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
-    def make(self, *changes: Change) -> None:
+    def apply(self, *changes: Change) -> None:
         """Make changes, one after the other."""
         for change in changes:
-            change.make(self)
+            change.apply(self)
 
     def add(self, step: Callable[..., None], *arguments: object) -> None:
         """Record a step: a module-level function and its arguments."""
@@ -110,7 +110,7 @@ class SetModule:
     name: str
     module: nn.Module
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Set the module. The inverse restores the old one, on the device and in the dtype that its owner has then."""
         owner, parameter = self.owner, next(self.owner.parameters(), None)
         dtype = None if parameter is None else parameter.dtype
@@ -144,7 +144,7 @@ class AddBuffer:
     name: str
     buffer: Tensor
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Register the buffer; the inverse removes it."""
         undo.add(_remove_buffer, self.owner, self.name)
         self.owner.register_buffer(self.name, self.buffer)
@@ -162,7 +162,7 @@ class SetAttribute:
     name: str
     value: object
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Set the attribute; the inverse restores or removes it."""
         if self.name in self.owner.__dict__:
             undo.add(_restore_attribute, self.owner, self.name, self.owner.__dict__[self.name])
@@ -193,9 +193,9 @@ class Keep:
     read: Callable[[nn.Module], OnAttention | OnLayer | OnDecoder]
     fields: dict[str, Any]
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Set a changed copy of the state; the inverse restores the old state."""
-        SetAttribute(self.owner, STATE, replace(self.read(self.owner), **self.fields)).make(undo)
+        SetAttribute(self.owner, STATE, replace(self.read(self.owner), **self.fields)).apply(undo)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class SetClass:
     owner: object
     cls: type
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Change the class; the inverse restores it."""
         owner = self.owner
         if "forward" in owner.__dict__ and has_own_forward(owner):
@@ -238,13 +238,13 @@ class AddPreHook:
     owner: nn.Module
     hook: Callable[..., Any]
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Register the hook; the inverse removes it."""
         undo.add(_remove_pre_hook, self.owner, self.hook)
         self.owner.register_forward_pre_hook(self.hook, with_kwargs=True)
 
 
-def _remove_pre_hook(owner: nn.Module, hook: Callable[..., Any]) -> None:
+def _remove_pre_hook(owner: nn.Module, hook: Callable[..., object]) -> None:
     for number in [number for number, registered in owner._forward_pre_hooks.items() if registered is hook]:
         del owner._forward_pre_hooks[number]
         owner._forward_pre_hooks_with_kwargs.pop(number, None)

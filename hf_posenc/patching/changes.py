@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from ..dims import Dims
 from ..errors import UnsupportedModelError
+from ..families.own_attention import Stock
 from ..layer_state import STATE, on_attention, on_decoder, on_layer
-from ..live.attend import AttendThroughUs
 from ..live.layer_config import LayerConfig
+from ..live.our_attention import AttendThroughUs
 from ..live.undo import AddBuffer, AddPreHook, Change, Keep, SetAttribute, SetClass, SetModule
 from ..modules import Additions, PositionEmbedding, PositionModule, Reference, Shared
 from ..placement import RopeParameters
@@ -77,7 +78,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 @dataclass
 class Changes:
-    """The changes that a plan needs. `Undo.make` makes them later.
+    """The changes that a plan needs. `Undo.apply` makes them later.
 
     Attributes:
         plan: the plan of the whole model, with resolved schemes.
@@ -108,7 +109,7 @@ class Changes:
 
     def add_to_decoder(self, name: str, module: nn.Module) -> Reference:
         """Add a module to the decoder, as `name`, or as `name_2`, `name_3`, ... if that name is taken."""
-        decoder, free_name, number = self.plan.base.found.decoder, name, 2
+        decoder, free_name, number = self.plan.base.modules.decoder, name, 2
         while self.has_name(free_name):
             free_name, number = f"{name}_{number}", number + 1
         self.put(decoder, free_name, module)
@@ -116,7 +117,7 @@ class Changes:
 
     def has_name(self, name: str) -> bool:
         """Return whether the decoder has a module of this name, or will have one."""
-        decoder = self.plan.base.found.decoder
+        decoder = self.plan.base.modules.decoder
         additions = (change for change in self.pending if isinstance(change, SetModule) and change.owner is decoder)
         return name in decoder._modules or any(addition.name == name for addition in additions)
 
@@ -154,7 +155,7 @@ class ModelSite:
 
     def silence_rotation(self) -> None:
         """Switch off the base's rotation in the layers, and its query factors that grow with the position."""
-        found, rotation = self.base.found, self.base.family.rotation
+        found, rotation = self.base.modules, self.base.family.rotation
         for layer in self.layers:
             if layer in found.attention_of:
                 for name, value in rotation.attention_temperature.items():
@@ -187,7 +188,7 @@ class ModelSite:
                 self.changes.add(SetAttribute(config, "rope_parameters", off))
             return
         for layer in self.layers:
-            attention: Any = self.base.found.attention_of[layer]
+            attention: Stock = self.base.modules.attention_of[layer]
             self.changes.add(SetAttribute(attention, "config", LayerConfig(attention.config, **{strength: 0.0})))
 
     def share(self, module: nn.Module) -> Reference:
@@ -196,14 +197,14 @@ class ModelSite:
 
     def on_attention(self, layer: int, module: nn.Module) -> None:
         """Put a module on the attention of a layer. The attention then computes its scores with it."""
-        attention = self.base.found.attention_of[layer]
+        attention = self.base.modules.attention_of[layer]
         self.changes.put(attention, "posenc", module)
         self.changes.add(Keep(attention, on_attention, {"engine": self.plan.attention}))
         self.attention_attribute = "posenc"
 
     def on_queries(self, layer: int, name: str, module: nn.Module) -> None:
         """Put a module on the queries of a layer's attention, beside what else the layer has."""
-        attention = self.base.found.attention_of[layer]
+        attention = self.base.modules.attention_of[layer]
         if layer not in self.changes.additions:
             self.changes.additions[layer] = Additions()
             self.changes.put(attention, "posenc_additions", self.changes.additions[layer])
@@ -214,7 +215,7 @@ class ModelSite:
 
     def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
         """Add a module's vectors to the hidden states that enter a layer."""
-        decoder_layer = self.base.found.layers[layer]
+        decoder_layer = self.base.modules.layers[layer]
         self.adds_vectors = True
         self.changes.put(decoder_layer, "posenc", Shared(module) if isinstance(module, Reference) else module)
         if self.base.family.positions_in_mask:
@@ -227,7 +228,7 @@ class ModelSite:
 
     def at_input(self, module: PositionEmbedding) -> None:
         """Add a module's vectors to the hidden states that enter the first layer."""
-        found, names = self.base.found, self.base.family.names
+        found, names = self.base.modules, self.base.family.names
         if found.position_table is None:
             self.before_layer(0, module)
             self.on_layers, self.at_first = False, True
@@ -239,7 +240,7 @@ class ModelSite:
 
     def turn(self, scheme: RotaryScheme) -> None:
         """Rotate the queries and keys of the layers with the scheme."""
-        base, found, facts = self.base, self.base.found, self.base.family.rotation
+        base, found, facts = self.base, self.base.modules, self.base.family.rotation
         if base.rotation.is_own(scheme) and all(found.rotated[layer] for layer in self.layers):
             self._set_attention_size(found.rotary)
             return  # the base already rotates so
@@ -281,11 +282,11 @@ class ModelSite:
         if (name := self.base.family.rotation.attention_size) is not None and rotary is not None:
             size = turned_dimensions(rotary)
             for layer in self.layers:
-                self.changes.add(SetAttribute(self.base.found.attention_of[layer], name, size))
+                self.changes.add(SetAttribute(self.base.modules.attention_of[layer], name, size))
 
     def _rotary(self, scheme: RotaryScheme, parameters: RopeParameters | None) -> nn.Module:
         """Return a module that computes the cosines and sines of a scheme."""
-        found, facts = self.base.found, self.base.family.rotation
+        found, facts = self.base.modules, self.base.family.rotation
         rotary: nn.Module
         if parameters is not None:
             rotary = self.base.rotation.make(parameters)
@@ -322,7 +323,7 @@ def give_rotation(site: ModelSite, rotation: Reference, *, takes_layer_type: boo
     """
     types: Any = getattr(site.base.config, "layer_types", None)
     for index in site.layers:
-        layer = site.base.found.layers[index]
+        layer = site.base.modules.layers[index]
         if site.base.family.rotation.config_thetas is not None and not site.base.rotated[index]:
             continue  # the base passes it no cosines, and it stays unrotated
         state = {
@@ -349,19 +350,19 @@ def place(plan: Plan) -> Changes:
         sites.append(ModelSite(changes, scheme, marker))
     _silence_base(changes, sites)
     for layer in plan.replaced_attentions:
-        _replace_attention(changes, plan.base.found.attention_of[layer])
+        _replace_attention(changes, plan.base.modules.attention_of[layer])
     for site in sorted(sites, key=lambda site: site.scheme.acts_on.order()):
         site.scheme.acts_on.put(site.scheme, site)
         if site.scheme.window is not None:
             for layer in site.layers:
-                if (attention := plan.base.found.attention_of.get(layer)) is not None:
+                if (attention := plan.base.modules.attention_of.get(layer)) is not None:
                     state = {"window": site.scheme.window, "kept_first": site.scheme.sinks or 0}
                     changes.add(Keep(attention, on_attention, state))
     if (base_scheme := plan.base_scheme) is not None:
         sites.append(ModelSite(changes, base_scheme, BASE_MARKER))
         base_scheme.acts_on.put(base_scheme, sites[-1])
     if plan.attends:
-        decoder = plan.base.found.decoder
+        decoder = plan.base.modules.decoder
         changes.add(AttendThroughUs(plan.base, plan.attention))
         changes.add(AddPreHook(decoder, require_attention), AddPreHook(decoder, place_held_keys))
     if any(site.scheme.acts_on.uses_tokens() for site in sites):
@@ -408,7 +409,7 @@ def _floating_parameter(*modules: nn.Module) -> nn.Parameter:
 def _silence_base(changes: Changes, sites: list[ModelSite]) -> None:
     """Switch off the base's positions in the layers that have schemes."""
     base = changes.plan.base
-    found, family = base.found, base.family
+    found, family = base.modules, base.family
     for site in sites:
         site.scheme.acts_on.silence(site)
     if found.position_table is not None and not changes.plan.base_layers:
@@ -438,7 +439,7 @@ def _replace_attention(changes: Changes, attention: nn.Module) -> None:
 
 def _wrap_caches(changes: Changes) -> None:
     """Let every attention make the numbers of its additions, and keep them beside its keys in the cache."""
-    found = changes.plan.base.found
+    found = changes.plan.base.modules
     for attention in found.attentions:
         # An attention without a cache argument has no such additions.
         state = {"cache": cache_argument(attention) or on_attention(attention).cache}
@@ -449,7 +450,7 @@ def _wrap_caches(changes: Changes) -> None:
 def _mark_layers(changes: Changes, sites: list[ModelSite]) -> None:
     """Register the buffer that names the scheme on every layer, and hooks that check layers and positions."""
     plan = changes.plan
-    found, family = plan.base.found, plan.base.family
+    found, family = plan.base.modules, plan.base.family
     replaced = {layer for site in sites if not site.scheme.acts_on.joins() for layer in site.layers}
     carried = []
     for index, layer in enumerate(found.layers):

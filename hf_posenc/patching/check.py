@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
-from ..families.lookup import check_served
 from ..live.obstacles import check_in_place, check_unwrapped
-from ..live.patch_record import OfPatched, Patch, alone, patch_of, without_adapter
+from ..live.patch_record import OfPatched, Patch, alone, without_adapter
 from ..live.undo import Undo, has_own_forward
 from ..upstream.replaced_attention import ReplacedAttention
 from .layers import MARKER
@@ -23,13 +21,13 @@ TAKE_OFF = (
 
 
 @contextmanager
-def to_be_patched(model: Any) -> Iterator[None]:
+def to_be_patched(model: object) -> Iterator[None]:
     """Check that a stock model can be patched, and keep other calls from changing it for a `with` block.
 
     Raises:
         AlreadyPatchedError: if the model is patched, or another patched model shares a layer or the config with it.
-        UnsupportedModelError: if no family serves the model; if it is wrapped, sharded, offloaded or spread over
-            devices; or if another call is changing it.
+        UnsupportedModelError: if it is wrapped, sharded, offloaded or spread over devices; or if another call is
+            changing it.
     """
     check_unwrapped(model, "patch the model")
     if without_adapter(model) is not model:
@@ -40,8 +38,7 @@ def to_be_patched(model: Any) -> Iterator[None]:
         )
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a transformers PreTrainedModel is needed, not {type(model).__name__}")
-    with alone(model, "patch the model"):
-        patch = patch_of(model)
+    with alone(model, "patch the model") as patch:
         if patch is not None or isinstance(model, OfPatched):
             name = "another scheme" if patch is None else patch.name
             raise AlreadyPatchedError(f"this {type(model).__name__} is patched with {name}; unpatch_model(model) first")
@@ -57,12 +54,11 @@ def to_be_patched(model: Any) -> Iterator[None]:
                     "layer: unpatch that model first, or take the layer of a stock model"
                 )
         check_in_place(model, "patch the model")
-        check_served(model.config)
         yield
 
 
 @contextmanager
-def to_be_unpatched(model: Any) -> Iterator[tuple[Patch, Undo]]:
+def to_be_unpatched(model: object) -> Iterator[tuple[Patch, Undo]]:
     """Check that a patched model can be unpatched, and keep other calls from changing it for a `with` block.
 
     Yields:
@@ -82,8 +78,7 @@ def to_be_unpatched(model: Any) -> Iterator[tuple[Patch, Undo]]:
         )
     if not isinstance(model, PreTrainedModel):
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
-    with alone(model, "unpatch the model"):
-        patch = patch_of(model)
+    with alone(model, "unpatch the model") as patch:
         if patch is None:
             raise NotPatchedError(f"this {type(model).__name__} is not patched")
         if patch.undo is None:

@@ -14,7 +14,7 @@ from ..registry import family_for
 from ..upstream import NAME, POSITION_IDS
 from ..upstream.endless_cache import EndlessCache
 from ..upstream.masks import check_masks
-from ..upstream.position_channel import as_channel, positions_of
+from ..upstream.positions_in_mask import as_channel, positions_of
 from ..upstream.rotary import handed_down, turn_layer
 
 SEVERAL_COORDINATES = (

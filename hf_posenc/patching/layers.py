@@ -92,7 +92,7 @@ class PatchedLayers:
                 )
         return None
 
-    def _has_on_attention(self, layer: Any, attributes: tuple[str, ...]) -> bool:
+    def _has_on_attention(self, layer: object, attributes: tuple[str, ...]) -> bool:
         """Return whether a layer's attention has all of these attributes."""
         if not attributes:
             return True

@@ -35,7 +35,7 @@ class Plan:
     @property
     def attends(self) -> bool:
         """Whether all layers use the attention function of this package. They do if one layer needs it."""
-        return needs_own_attention(self.base.family, self.schemes)
+        return needs_our_attention(self.base.family, self.schemes)
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a scheme's layers."""
@@ -80,7 +80,7 @@ class Plan:
         """
         if self.base.family.always_replaced:
             return tuple(self.base.sizes)
-        if self.base.found.rotary is not None:
+        if self.base.modules.rotary is not None:
             return ()
         rotating = zip(self.schemes, self.rotating, strict=True)
         return tuple(layer for scheme, rotates in rotating if rotates for layer in self.layers_of(scheme))
@@ -104,7 +104,7 @@ class Plan:
         return min(limits, default=None)
 
 
-def needs_own_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
+def needs_our_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
     """Return whether a model needs the attention function of this package.
 
     Args:
@@ -112,7 +112,7 @@ def needs_own_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
         schemes: the model's schemes.
     """
     carrier: Carrier = family
-    return family.always_replaced or any(scheme.acts_on.needs_own_attention(scheme, carrier) for scheme in schemes)
+    return family.always_replaced or any(scheme.acts_on.needs_our_attention(scheme, carrier) for scheme in schemes)
 
 
 def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str) -> Plan:
@@ -139,8 +139,8 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     _check_factors(plan)
     _check_reach(plan)
     for scheme in plan.schemes:
-        if needs_own_attention(base.family, [scheme]):
-            base.require_own_attention(scheme.name + ("" if scheme.window is None else " with a window"))
+        if needs_our_attention(base.family, [scheme]):
+            base.require_our_attention(scheme.name + ("" if scheme.window is None else " with a window"))
     if attention != "auto" and not plan.attends:
         raise ValueError(
             f"{names_of(chosen)} keeps the model's own attention; attention={attention!r} can be chosen for schemes "
@@ -200,7 +200,7 @@ def _check_forwards(plan: Plan) -> None:
     Raises:
         UnsupportedModelError: if somebody has.
     """
-    found = plan.base.found
+    found = plan.base.modules
     replaced = plan.replaced_attentions
     for index, attention in found.attention_of.items():
         if index not in replaced and not plan.attends:

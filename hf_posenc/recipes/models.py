@@ -278,7 +278,7 @@ def is_mixture(scheme: str) -> bool:
     return scheme.lstrip()[:1] in ("{", "[")
 
 
-def read_schemes(option_name: str, scheme: str, keywords: dict[str, Any]) -> Schemes:
+def read_schemes(option_name: str, scheme: str, keywords: dict[str, object]) -> Schemes:
     """Make schemes from the text of an option.
 
     Args:
@@ -308,7 +308,7 @@ def read_schemes(option_name: str, scheme: str, keywords: dict[str, Any]) -> Sch
         return parse_schemes(_instances(content), {})
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     """Return a JSON object; ValueError for a repeated key, of which `json` would silently use the last."""
     content = dict(pairs)
     if len(content) < len(pairs):
@@ -316,7 +316,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _instances(content: Any) -> list[Any]:
+def _instances(content: object) -> list[Any]:
     """Return the schemes that JSON lists: names, and instances instead of objects with hyper-parameters."""
     return [
         scheme_class(item["scheme"]).parse({key: value for key, value in item.items() if key != "scheme"})

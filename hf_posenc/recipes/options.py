@@ -66,7 +66,7 @@ class Values(NamedTuple):
     limits: tuple[Limit, ...]
 
     @classmethod
-    def of(cls, annotation: Any) -> "Values":
+    def of(cls, annotation: object) -> "Values":
         """Read `list[T]` or `T | None`, where T may be `Annotated` with a metavar, a tuple of choices, or a Limit."""
         several = get_origin(annotation) is list
         if several or get_origin(annotation) in (Union, types.UnionType):
@@ -182,17 +182,17 @@ def grouped(cls: type) -> list[tuple[str, Field[Any]]]:
     for owner in cls.__mro__:  # the last class wins: it declares the option, the others change its default
         owners |= {name: owner for name in vars(owner).get("__annotations__", {}) if name in owners}
 
-    def rank(field: Field[Any]) -> tuple[int, int]:
+    def rank(field: Field[object]) -> tuple[int, int]:
         first = MOST_USED.index(field.name) if field.name in MOST_USED else len(MOST_USED)
         return first, cls.__mro__.index(owners[field.name])
 
-    def title(field: Field[Any]) -> str:
+    def title(field: Field[object]) -> str:
         return "most used" if field.name in MOST_USED else (owners[field.name].__doc__ or "").split("\n")[0].rstrip(".")
 
     return [(title(field), field) for field in sorted(fields(cls), key=rank)]
 
 
-def add(group: _ArgumentGroup, field: Field[Any], values: Values, help_text: str) -> None:
+def add(group: _ArgumentGroup, field: Field[object], values: Values, help_text: str) -> None:
     """Add an option to a group of the parser. Its older name is accepted too, but --help does not list it.
 
     Args:
@@ -219,7 +219,7 @@ def add(group: _ArgumentGroup, field: Field[Any], values: Values, help_text: str
             group.add_argument(spelling, **keywords | {"help": SUPPRESS, "default": SUPPRESS})
 
 
-def shown(default: Any) -> str:
+def shown(default: object) -> str:
     """Return a default in the form in which a user would type it."""
     if isinstance(default, list):
         return " ".join(map(str, default))
@@ -234,7 +234,7 @@ def truth(word: str) -> bool:
     return value
 
 
-def default_of(field: Field[Any]) -> Any:
+def default_of(field: Field[object]) -> Any:
     """Return the default of a field; a list is a new one."""
     return field.default_factory() if field.default_factory is not MISSING else field.default
 

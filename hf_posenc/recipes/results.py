@@ -162,7 +162,7 @@ def is_absolute(text: str) -> bool:
     return bool(path.name) and (text.startswith(("/", "~")) or path.is_absolute())
 
 
-def strings(value: Any) -> Iterator[str]:
+def strings(value: object) -> Iterator[str]:
     """Yield every text in a JSON value."""
     if isinstance(value, str):
         yield value
@@ -171,7 +171,7 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def replace_in_strings(value: Any, names: dict[str, str]) -> Any:
+def replace_in_strings(value: object, names: dict[str, str]) -> Any:
     """Replace the keys of `names` by their values in all strings of a JSON value."""
     if isinstance(value, str):
         paths = "|".join(map(re.escape, names))  # the longest comes first; the pattern below matches only whole paths

@@ -8,7 +8,6 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from transformers import AutoConfig
@@ -33,7 +32,7 @@ DIFFERS_IN_SWEEP = ("variant", "scheme", "seed")
 CHECKPOINT_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 
-def of(arguments: Options, text: Text, **more: Any) -> Results:
+def of(arguments: Options, text: Text, **more: object) -> Results:
     """Return the identity of a run, ready for JSON.
 
     Args:

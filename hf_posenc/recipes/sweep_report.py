@@ -325,7 +325,7 @@ def _styles(names: Sequence[str], markers: bool) -> dict[str, dict[str, Any]]:
     return styles if markers else {name: {**style, "marker": ""} for name, style in styles.items()}
 
 
-def _draw(axes: "Axes", curve: Curve, style: dict[str, Any]) -> None:
+def _draw(axes: "Axes", curve: Curve, style: dict[str, object]) -> None:
     """Draw the means as a line, with a band of one standard deviation."""
     pen.line(axes, curve.xs, curve.means, **style)
     if any(curve.deviations):

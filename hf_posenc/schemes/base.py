@@ -112,7 +112,7 @@ class Scheme:
         if not 0 < value < float("inf"):
             raise ValueError(f"{self.name}: {field} must be positive and finite, not {value!r}")
 
-    def count(self, field: str) -> None:
+    def whole_number(self, field: str) -> None:
         """Raise TypeError or ValueError unless the field is a whole number, 0 or more."""
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -127,7 +127,7 @@ class Scheme:
                 raise TypeError(f"{self.name}: {field} must be True or False, not {getattr(self, field)!r}")
 
     @classmethod
-    def parse(cls, hyperparameters: dict[str, Any]) -> Scheme:
+    def parse(cls, hyperparameters: dict[str, object]) -> Scheme:
         """Build the scheme from keyword arguments or a checkpoint's entry; TypeError names unknown hyper-parameters."""
         known = sorted((field.name for field in fields(cls)), key=lambda name: name in EVERY_SCHEME)
         unknown = sorted(set(hyperparameters) - set(known))

@@ -220,7 +220,7 @@ class Rope(RotaryScheme):
             "frequencies": frequencies,
         }
 
-    def _check_beside_numbers(self, chosen: Mapping[str, Any], base: RopeParameters) -> None:
+    def _check_beside_numbers(self, chosen: Mapping[str, object], base: RopeParameters) -> None:
         """Raise ValueError if frequencies would replace what the caller or the base says beside them."""
         scaling = chosen["scaling"]
         if scaling is not None and scaling != "none":

@@ -38,7 +38,7 @@ class Shaw(ScoreScheme):
     values: bool = True
 
     def __post_init__(self) -> None:
-        self.count("max_distance")
+        self.whole_number("max_distance")
         self.flags("share_heads", "share_layers", "values")
 
     def build(self, dims: Dims) -> ScoreModule:

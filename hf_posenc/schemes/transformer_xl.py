@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..decode_cache import KeptTable
 from ..dims import Dims
 from ..forms import RelativeKeys
 from ..modules import PositionModule, Reference, ScoreModule, parameter
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids
+from ..table_cache import KeptTable
 from .base import ScoreScheme, init
 
 AT_ONCE = 1024

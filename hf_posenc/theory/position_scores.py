@@ -98,7 +98,7 @@ def position_scores(
         raise UnsupportedModelError("the table of a stock model is measured: unpatch the model first")
     base = BaseModel.of(model)
     table = probe.position_vectors(model, length)
-    if base.found.position_table is None or table is None:
+    if base.modules.position_table is None or table is None:
         raise UnsupportedModelError(f"this {type(model).__name__} adds no table of positions to its hidden states")
     if tokens is not None and not tokens.numel():
         raise ValueError("there are no tokens")
@@ -113,16 +113,16 @@ def _calls(
     model: PreTrainedModel, base: BaseModel, table: Tensor, tokens: Tensor | None, samples: int, progress: bool
 ) -> list[Call]:
     """Return calls of the first layer's attention with all position vectors: alone, or one call for each token."""
-    weight = next(base.found.token_embedding.parameters())
+    weight = next(base.modules.token_embedding.parameters())
     layer = min(base.sizes)
-    module, attention = base.found.layers[layer], base.found.attention_of[layer]
+    module, attention = base.modules.layers[layer], base.modules.attention_of[layer]
     dummy = torch.zeros(1, len(table), dtype=torch.int64, device=weight.device)
     observed = observe(model, dummy, [layer])[layer]
     hidden = [vectors := table.to(weight)]
     if tokens is not None:
         chosen = tokens.flatten()[torch.linspace(0, tokens.numel() - 1, min(samples, tokens.numel())).long()]
         texts = chosen.to(weight.device).view(-1, 1, 1)  # of one token
-        hidden = [entering(base.found.decoder, module, text)[0, 0] - vectors[0] + vectors for text in texts]
+        hidden = [entering(base.modules.decoder, module, text)[0, 0] - vectors[0] + vectors for text in texts]
     bar = tqdm(hidden, disable=not progress, desc="scores of positions", unit="token")
     return [attention_call(module, attention, each[None], observed.layer).widened() for each in bar]
 

@@ -103,14 +103,14 @@ def rotary_weights(model: PreTrainedModel, tokens: Tensor, *, progress: bool = F
     rotary, angles = probe.rotary_of(model)
     if rotary is None:
         raise ValueError(f"this {label} rotates nothing")
-    states = [on_attention(attention) for attention in base.found.attentions]
+    states = [on_attention(attention) for attention in base.modules.attentions]
     layouts = {None if state.rotation is None else state.pairs for state in states}
-    if len(layouts) > 1 or any(on_layer(layer).rotation is not None for layer in base.found.layers):
+    if len(layouts) > 1 or any(on_layer(layer).rotation is not None for layer in base.modules.layers):
         raise ValueError(f"the layers of this {label} have different rotations")
     if base.family.rotation.attention_part is not None:
         raise UnsupportedModelError(f"{label}: pairs of latent attention cannot be measured")
     patched_layout = layouts.pop()  # None unless a patch rotates in attention modules
-    rotating = [index for index in base.found.attention_of if patched_layout or base.rotated[index]]
+    rotating = [index for index in base.modules.attention_of if patched_layout or base.rotated[index]]
     with evaluation(model):
         calls = {index: each.call for index, each in observe(model, tokens.to(model.device), rotating).items()}
     measured: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -47,7 +47,7 @@ def negative_products(model: PreTrainedModel, tokens: Tensor) -> NegativeProduct
         NegativeProducts.
     """
     tokens = probe.check_tokens(tokens, 2)
-    wanted = list(BaseModel.of(model).found.attention_of)
+    wanted = list(BaseModel.of(model).modules.attention_of)
     rows = []
     with evaluation(model):
         for seen in observe(model, tokens, wanted).values():

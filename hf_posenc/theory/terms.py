@@ -131,7 +131,7 @@ def _measure_layers(
 ) -> tuple[tuple[str, ...], list[LayerTerms]]:
     """Return the names of the terms, and the terms of the layers of a float64 model."""
     base = BaseModel.of(model)
-    modules = base.found
+    modules = base.modules
     with evaluation(model), attending(model, base):
         with recorded(modules.layers, behind_hooks=True) as entered:
             observed = observe(model, tokens, list(modules.attention_of))
@@ -203,7 +203,7 @@ def _split_layer(base: BaseModel, index: int, arguments: LayerCall, added: Tenso
         arguments: the layer's recorded arguments, with the vectors.
         added: (T, E) position part of the hidden states.
     """
-    layer, attention = base.found.layers[index], base.found.attention_of[index]
+    layer, attention = base.modules.layers[index], base.modules.attention_of[index]
     whole = arguments.hidden_states
     position = added.to(whole).expand_as(whole)
     inputs = (whole, whole - position, position, torch.zeros_like(whole))

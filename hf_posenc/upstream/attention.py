@@ -14,6 +14,7 @@ from transformers.utils import output_capturing
 
 from ..attention_call import Call
 from ..engines import dispatch
+from ..families.own_attention import Stock
 from ..layer_state import OnAttention, on_attention
 from ..modules import WithoutPositions
 from ..positions import DensePositions, Positions, ensure, read
@@ -135,7 +136,7 @@ def scheme_attention(
             raise ValueError(NO_NUMBERS.format(name=type(module).__name__))
         key, numbers = parts
     positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, has_cache)
-    attention: Any = module
+    attention: Stock = module
     call = Call(
         query,
         key,

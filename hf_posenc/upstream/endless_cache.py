@@ -31,7 +31,9 @@ class _FirstAndLast(DynamicLayer):
         self.cumulative_length = 0
         self.is_croppable = False
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Return the held keys and values with the new ones behind them, then drop what no later query sees."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.cumulative_length += key_states.shape[-2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -176,7 +176,7 @@ def position_channel(
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor:
     """Make the position channel. transformers calls this function for the mask name `hf_posenc`.
 

@@ -17,7 +17,7 @@ from ..registry import family_for
 from ..schemes.rope import apply_rotary
 from . import NAME, Arguments
 from .derived_classes import revive, stock_class
-from .position_channel import as_channel, positions_of
+from .positions_in_mask import as_channel, positions_of
 
 
 class ReplacedAttention(nn.Module):

@@ -125,7 +125,7 @@ class PartialRotary(nn.Module):
         self.takes = takes
         self.gives = gives
 
-    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Angles:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> Angles:
         """Return cos and sin of D / 2 pairs, for (B|1, T) positions."""
         cos, sin = by_pair(self.rotary(x, position_ids, *args, **kwargs), self.takes)
         padding = (0, self.size // 2 - cos.shape[-1])
@@ -178,7 +178,7 @@ class _RecordedParameters(RopeParameters):
         return set(self) - (self.keys_read - {"type"}) - {"rope_type", "partial_rotary_factor"}
 
 
-def turn_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
+def turn_layer(layer: nn.Module, args: tuple[object, ...], kwargs: Arguments) -> tuple[tuple[Any, ...], Arguments]:
     """Return the arguments of a decoder layer with its cosines and sines replaced by those of its scheme."""
     position_ids, state = handed_down(kwargs), on_layer(layer)
     assert state.rotation is not None

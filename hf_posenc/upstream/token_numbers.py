@@ -72,7 +72,7 @@ class KeysWithNumbers:
         stored: tuple[Tensor, Tensor] = self.cache.update(key, value, *args, **kwargs)
         return stored
 
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+    def get_seq_length(self, *args: object, **kwargs: object) -> int:
         """Return the number of cached tokens, 0 without a cache."""
         length: int = 0 if self.cache is None else self.cache.get_seq_length(*args, **kwargs)
         return length
@@ -123,7 +123,7 @@ def split(key: Tensor, size: int, num_heads: int, count: int) -> tuple[Tensor, T
     return key[..., :size], rows.transpose(2, 3).flatten(1, 2)
 
 
-def wrap_cache(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Forward pre-hook of an attention: make the numbers of its additions, and wrap its cache.
 
     An attention without such additions has the hook too, because torch.compile does not guard hooks.

@@ -184,7 +184,7 @@ def test_resized_embeddings_and_other_heads(case, family, tmp_path):
 def test_every_head_of_every_family_has_a_class():
     found = 0
     for family in FAMILIES:
-        config = hf_posenc.checkpoints.building.config_class(type(tiny(family).config))
+        config = hf_posenc.checkpoints.model_classes.config_class(type(tiny(family).config))
         config()  # the Auto classes learn of a family's heads when one of its configs is made
         for auto, name in hf_posenc.checkpoints.class_names.heads_of(config).items():
             cls = getattr(transformers, auto)._model_mapping[config]
@@ -1029,7 +1029,7 @@ def test_rope_is_exported(family, scaling, tmp_path):
     model = patch_model(tiny(family), "rope", rope_theta=100.0, scaling=scaling)
     export_stock(model, tmp_path)
     stock = type(tiny(family)).from_pretrained(tmp_path)
-    assert not isinstance(stock, hf_posenc.checkpoints.building.PosEncMixin)
+    assert not isinstance(stock, hf_posenc.checkpoints.model_classes.PosEncMixin)
     assert_same(logits(stock), logits(model))
     if scaling:  # GPT-NeoX turns one pair here, whose frequency is 1 whatever rope_theta is
         assert distance(logits(stock), logits(tiny(family))) > 1e-2

@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedCo
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_posenc
-from hf_posenc.checkpoints.building import config_class
 from hf_posenc.checkpoints.digests import DIGESTS
 from hf_posenc.checkpoints.guards import ACTIVATIONS, CHECKED, PREFIX, guarded, unguarded
+from hf_posenc.checkpoints.model_classes import config_class
 from hf_posenc.families.refused import missing_release
 from hf_posenc.registry import supported_model_types
 

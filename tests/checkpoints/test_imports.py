@@ -47,7 +47,7 @@ def test_type_checkers_read_the_names_that_there_are():
 
 FIRST = [
     "from transformers import AutoModelForCausalLM",
-    "import hf_posenc.checkpoints.building",
+    "import hf_posenc.checkpoints.model_classes",
     "import transformers.models.auto.modeling_auto",
     "from transformers import AutoConfig",
     "from transformers import LlamaForCausalLM",

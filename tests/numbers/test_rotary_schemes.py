@@ -452,9 +452,9 @@ def test_it_turns_whatever_form_a_base_takes_angles_in(model_type, share, tmp_pa
         positions = position_ids[0] if position_ids.ndim == 3 else position_ids
         return in_form(nn.functional.pad(positions[..., None] * frequencies, (0, still)), facts.angles)
 
-    own.found.rotary.forward = literal
+    own.modules.rotary.forward = literal
     if facts.attention_size is not None:
-        for attention in own.found.attentions:
+        for attention in own.modules.attentions:
             setattr(attention, facts.attention_size, 2 * count)
     expected = out(stock(ids, use_cache=False))
     patch_model(model, Linear(first=0.7, share=share, layout=own.rotation.pairs))

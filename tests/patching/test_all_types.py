@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, registry
-from hf_posenc.checkpoints.stock_checkpoints import check_served
+from hf_posenc.checkpoints.stock_checkpoints import family_of
 from hf_posenc.families import Family
 from hf_posenc.families.base import base_model_type
 from hf_posenc.families.refused import REFUSALS
@@ -58,7 +58,7 @@ def test_a_type_is_served_or_refused_with_a_reason(model_type):
         pytest.skip(f"its config has no default: {error}")
     reason = None
     try:
-        check_served(config)
+        family_of(config)
     except UnsupportedModelError as error:
         reason = str(error)
     assert reason is None or "is not supported" not in reason, (

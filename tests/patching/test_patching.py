@@ -227,7 +227,7 @@ def snapshot_without_logits(whole):
         "patching.changes._mark_layers",
         "api.classes_of_ours",
         "api.make_entry",
-        "checkpoints.building.model_class",
+        "checkpoints.model_classes.model_class",
     ],
 )
 @every_scheme

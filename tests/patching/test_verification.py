@@ -131,7 +131,7 @@ class OnBoth(OnRotary):
     attends = True
 
     def fit(self, scheme, base):
-        base.require_own_attention(scheme.name)
+        base.require_our_attention(scheme.name)
         return super().fit(scheme, base)
 
     def put(self, scheme, site):

@@ -16,7 +16,7 @@ PACKAGE = "hf_posenc"
 
 LAYERS = (
     ("errors", "version", "did_you_mean", "measurement"),
-    ("command_arguments", "positions", "sinusoids", "decode_cache", "dims", "frequency_edits"),
+    ("command_arguments", "positions", "sinusoids", "table_cache", "dims", "frequency_edits"),
     ("registry",),
     ("attention_call",),
     ("forms",),
@@ -49,7 +49,7 @@ CORE = {
     "command_arguments": set(),
     "positions": set(),
     "dims": set(),
-    "decode_cache": set(),
+    "table_cache": set(),
     "sinusoids": set(),
     "frequency_edits": set(),
     "placement": set(),
@@ -114,7 +114,7 @@ def test_imports_come_from_the_left():
         ("hf_posenc.engines.reference", "import numpy as np"),
         ("hf_posenc.families.table", "def late():\n    from ..upstream.masks import NAME"),
         ("hf_posenc.upstream.attention", "from ..patching import plan"),
-        ("hf_posenc.patching.changes", "from ..checkpoints.building import PosEncMixin"),
+        ("hf_posenc.patching.changes", "from ..checkpoints.model_classes import PosEncMixin"),
         ("hf_posenc.loading", "from . import verification"),
         ("hf_posenc.api", "from hf_posenc import patch_model"),
         ("hf_posenc.api", "import hf_posenc"),
@@ -160,13 +160,13 @@ REGISTRIES = {
     ("hf_posenc.registry", "_REFUSED"),
     ("hf_posenc.registry", "_ENTRY_POINTS"),  # what installed packages offer for these two, not imported yet
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
-    ("hf_posenc.checkpoints.building", "config_class"),
-    ("hf_posenc.checkpoints.building", "_model_class"),
-    ("hf_posenc.checkpoints.building", "register_models"),  # fills transformers' registries, once for each class
+    ("hf_posenc.checkpoints.model_classes", "config_class"),
+    ("hf_posenc.checkpoints.model_classes", "_model_class"),
+    ("hf_posenc.checkpoints.model_classes", "register_models"),  # fills transformers' registries, once for each class
     # What the processor can do, which does not change; torch.compile's own wrapper, which keeps kernels by itself; and
     # whether these kernels are right, which a self-test of seconds finds once for each kind.
-    ("hf_posenc.engines.cpu", "has_amx"),
-    ("hf_posenc.engines.cpu", "multiplies_bfloat16"),
+    ("hf_posenc.engines.cpu_features", "has_amx"),
+    ("hf_posenc.engines.cpu_features", "multiplies_bfloat16"),
     ("hf_posenc.engines.flex", "compiled"),
     ("hf_posenc.engines.selftest", "tried"),
 }

@@ -341,7 +341,7 @@ def test_ctrl_c_leaves_no_folder(moment, readable, tmp_path, capsys, monkeypatch
 
     before = there(tmp_path)
     if moment == "save":
-        monkeypatch.setattr("hf_posenc.checkpoints.building.PosEncMixin.save_pretrained", interrupted)
+        monkeypatch.setattr("hf_posenc.checkpoints.model_classes.PosEncMixin.save_pretrained", interrupted)
     else:
         monkeypatch.setattr(hf_posenc, "calibrate", interrupted)
     assert main(readable) == 130

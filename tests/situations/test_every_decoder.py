@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
-from hf_posenc.checkpoints.building import PosEncMixin
+from hf_posenc.checkpoints.model_classes import PosEncMixin
 from hf_posenc.engines import dispatch
 from hf_posenc.families.base import base_model_type, resolve
 from hf_posenc.families.refused import missing_release
@@ -552,7 +552,7 @@ def test_the_readme_counts_them():
 
 def test_a_window_is_for_the_layers_with_attention():
     model = decoder("lfm2")
-    attentions = BaseModel.of(model).found.attention_of
+    attentions = BaseModel.of(model).modules.attention_of
     assert 0 < len(attentions) < model.config.num_hidden_layers
     without = next(layer for layer in range(model.config.num_hidden_layers) if layer not in attentions)
     with pytest.raises(ValueError, match=f"window=3 cannot act in layer {without}, which has no attention"):

@@ -108,7 +108,7 @@ def test_settings_of_mpt():
     patch_model(model, "alibi")
     assert verify(model)
     assert difference(model(tokens(), use_cache=False).logits, stock) <= CLOSE
-    for attention in BaseModel.of(model).found.attentions:
+    for attention in BaseModel.of(model).modules.attentions:
         attention.clip_qkv = None
     assert difference(model(tokens(), use_cache=False).logits, stock) > DIFFERENT
 
@@ -266,7 +266,7 @@ def test_dropout_of_attention_weights_is_the_configs(name, config):
     model = decoder(name, **config)
     served = family_for(name)
     given = 1 if name == "mpt" else 0.5
-    assert [served.attention.dropout(each) for each in BaseModel.of(model).found.attentions] == [given] * 2
+    assert [served.attention.dropout(each) for each in BaseModel.of(model).modules.attentions] == [given] * 2
 
 
 @torch.no_grad()
@@ -398,7 +398,7 @@ SLOPE = 0.3
 
 def penalise_one_layer(name, model, layer):
     """Give a layer of a stock model a bias by distance in place of its own positions, the same in all heads."""
-    attention, own = BaseModel.of(model).found.attentions[layer], family_for(name).attention
+    attention, own = BaseModel.of(model).modules.attentions[layer], family_for(name).attention
     lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)[None]
     mask = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(lag < 0, torch.finfo(torch.float32).min)
 
@@ -456,7 +456,7 @@ def test_a_calibration_follows_what_the_base_has(variant):
     text = tokens(12, 16)
     own = {"gpt_neo": "learned", "openai-gpt": "learned", "xglm": None}.get(name, "rope")
     base = BaseModel.of(decoder(name, **config))
-    factor = family_for(name).attention.alibi(base.found.attentions[0])
+    factor = family_for(name).attention.alibi(base.modules.attentions[0])
     if factor is not None:
         own = Alibi(slopes=[factor * slope for slope in alibi_slopes(4)])
     if own is not None:
@@ -544,17 +544,20 @@ def test_verify_finds_what_is_left_out(name, monkeypatch):
 @pytest.mark.parametrize("name", REPLACED)
 def test_the_classes_come_and_go(name):
     model = decoder(name)
-    before = [type(module) for module in model.modules()], copy.deepcopy(vars(BaseModel.of(model).found.attentions[0]))
+    before = (
+        [type(module) for module in model.modules()],
+        copy.deepcopy(vars(BaseModel.of(model).modules.attentions[0])),
+    )
     patch_model(model, "rope")
     with torch.no_grad():
         expected = model(tokens(), use_cache=False).logits
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert copied(tokens(), use_cache=False).logits.equal(expected)
-            assert type(BaseModel.of(copied).found.attentions[0]).__name__.startswith("Replaced")
+            assert type(BaseModel.of(copied).modules.attentions[0]).__name__.startswith("Replaced")
             unpatch_model(copied)
     unpatch_model(model)
     assert [type(module) for module in model.modules()] == before[0]
-    assert vars(BaseModel.of(model).found.attentions[0]).keys() == before[1].keys()
+    assert vars(BaseModel.of(model).modules.attentions[0]).keys() == before[1].keys()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Dynamic
 from transformers.models.auto import modeling_auto
 
 from hf_posenc import from_pretrained, patch_model
-from hf_posenc.checkpoints.building import model_class
+from hf_posenc.checkpoints.model_classes import model_class
 
 PAIRS = [*zip(FAMILIES, cycle(SCHEMES), strict=False), ("llama", "shaw"), ("gpt2", "alibi"), ("opt", "transformer_xl")]
 each_pair = pytest.mark.parametrize(("family", "case"), PAIRS)

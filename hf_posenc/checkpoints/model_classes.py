@@ -20,12 +20,12 @@ from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..modules import PositionModule
 from ..patching.changes import place
 from ..patching.layers import MARKER
-from ..patching.plan import make_plan, needs_own_attention
+from ..patching.plan import make_plan, needs_our_attention
 from ..registry import family_for
 from ..schemes.base import Scheme
 from ..upstream import NAME
 from ..upstream.derived_classes import revive, stock_class
-from ..upstream.position_channel import carrying_forward
+from ..upstream.positions_in_mask import carrying_forward
 from .adapters import AdapterMixin
 from .auto_classes import CLASSES
 from .class_names import architecture, heads_of, name_of, stock_classes
@@ -49,7 +49,7 @@ class PosEncConfigMixin(ConfigMixin):
             **kwargs: passed to the stock class.
         """
         super().__post_init__(*args, **kwargs)
-        register_models(type(self))
+        register_models(stock_class(type(self), PosEncConfigMixin))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle and copy by naming the stock class, because this class is made on demand."""
@@ -108,7 +108,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         check_version(config)
         translate_config(config)
         schemes = schemes_of_config(config)
-        needs_attention = self._needs_own_attention(config)
+        needs_attention = self._needs_our_attention(config)
         language = language_config(config)
         backend = language._attn_implementation_internal
         if needs_attention and any(kind in str(backend) for kind in ("flash", "paged")):
@@ -146,10 +146,10 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
-        patch = Patch(plan.schemes, "auto", None, plan.base.found.layers, plan.limit, plan.attends)
+        patch = Patch(plan.schemes, "auto", None, plan.base.modules.layers, plan.limit, plan.attends)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
         changes = place(plan)
-        Undo().make(SetAttribute(base, PATCH, patch), *changes.pending)
+        Undo().apply(SetAttribute(base, PATCH, patch), *changes.pending)
         if not next(base.parameters()).is_meta:  # on the meta device, from_pretrained initialises what it does not load
             for module in changes.position_modules:
                 with gathered(module):
@@ -183,11 +183,11 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
 
     def _posenc_attends(self) -> bool:
         """Return whether the model needs the attention function of this package."""
-        return self._needs_own_attention(self.config)
+        return self._needs_our_attention(self.config)
 
     @staticmethod
-    def _needs_own_attention(config: PreTrainedConfig) -> bool:
-        return needs_own_attention(family_of(config), schemes_of_config(config))
+    def _needs_our_attention(config: PreTrainedConfig) -> bool:
+        return needs_our_attention(family_of(config), schemes_of_config(config))
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, is_init_check: bool = False, allow_all_kernels: bool = False
@@ -277,19 +277,19 @@ def config_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 @cached
-def register_models(config: type[PreTrainedConfig]) -> None:
+def register_models(stock: type[PreTrainedConfig]) -> None:
     """Register our model classes of a family with the Auto classes, and LoRA's default target modules with PEFT.
 
     This runs when the first config of a class is made, which is before anybody looks for its model. Registering all
     families when the package is imported would import the code of all families.
 
     Args:
-        config: a class made by `config_class`.
+        stock: stock config class of the family.
     """
     import peft.utils.constants
 
-    stock: type[PreTrainedConfig] = stock_class(config, PosEncConfigMixin)
-    for auto, name in heads_of(config).items():
+    config = config_class(stock)
+    for auto, name in heads_of(stock).items():
         model = getattr(transformers, name)
         if model.config_class not in stock.sub_configs.values():  # not the text model of a multimodal type
             getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
@@ -334,7 +334,8 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
         CheckpointError: if config.json names no class of ours for that base.
     """
     base = str(raw["model_type"]).removeprefix("posenc_")
-    family_for(_language_type(raw))
+    language_type = _language_type(raw)
+    family_for(language_type)
     config, model = stock_classes(architecture(raw))
     if config is None or model is None or config.model_type != base:
         raise CheckpointError(
@@ -359,7 +360,7 @@ def classes_of_ours(model: PreTrainedModel, language: PreTrainedConfig, entry: J
     part_classes = [model_class(type(part), stock_config(part.config)) for part in parts]
     for changed in [language] if language is config else [language, config]:
         our_config = config_class(type(changed))
-        register_models(our_config)
+        register_models(type(changed))
         changes += [
             SetClass(changed, our_config),
             SetAttribute(changed, "model_type", our_config.model_type),  # a config read from a file has the attribute

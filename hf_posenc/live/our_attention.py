@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..families.lookup import family_of
-from ..layer_state import STATE, OnAttention, on_attention, use_engine
+from ..layer_state import on_attention, use_engine
 from ..modules import WithoutPositions
 from ..upstream import NAME
 from .base_model import BaseModel
@@ -27,24 +27,20 @@ class AttendThroughUs:
     base: BaseModel
     engine: str = "auto"
 
-    def make(self, undo: Undo) -> None:
+    def apply(self, undo: Undo) -> None:
         """Set the attention implementation in the configs, and give every attention a position module and its state."""
         base = self.base
-        for layer, attention in base.found.attention_of.items():
+        for layer, attention in base.modules.attention_of.items():
             if base.family.names.attention_heads is not None:
-                undo.make(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
+                undo.apply(Keep(attention, on_attention, {"heads": base.sizes[layer].num_heads}))
             if "posenc" not in attention._modules:
-                needs_engine = (
-                    on_attention(attention).window is not None
-                    or base.family.always_replaced
-                    or "posenc_additions" in attention._modules
-                )
-                undo.make(
+                engine = self.engine if _takes_engine(base, attention) else "auto"
+                undo.apply(
                     SetModule(attention, "posenc", WithoutPositions()),
-                    Keep(attention, on_attention, {"engine": self.engine if needs_engine else "auto"}),
+                    Keep(attention, on_attention, {"engine": engine}),
                 )
         for config in base.configs:
-            undo.make(SetAttribute(config, "_attn_implementation_internal", NAME))
+            undo.apply(SetAttribute(config, "_attn_implementation_internal", NAME))
 
 
 def choose_engine(model: PreTrainedModel, attention: str) -> None:
@@ -67,10 +63,19 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
             "change scores only"
         )
     patch.attention = attention
-    is_replaced = family_of(model.config).always_replaced
-    for module in model.modules():
-        state = getattr(module, STATE, None)
-        if isinstance(state, OnAttention) and "posenc" in module._modules:
-            has_scheme = not isinstance(module.posenc, WithoutPositions) or "posenc_additions" in module._modules
-            if is_replaced or state.window is not None or has_scheme:
-                use_engine(module, attention)
+    base = BaseModel.of(model)
+    for module in base.modules.attentions:
+        if _takes_engine(base, module):
+            use_engine(module, attention)
+
+
+def _takes_engine(base: BaseModel, attention: nn.Module) -> bool:
+    """Return whether an attention takes the caller's engine: it has a scheme, a window or a class of ours.
+
+    Args:
+        base: the model.
+        attention: one of its attentions.
+    """
+    modules = attention._modules
+    has_scheme = not isinstance(modules.get("posenc"), WithoutPositions | None) or "posenc_additions" in modules
+    return has_scheme or on_attention(attention).window is not None or base.family.always_replaced
