@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from ..attention_call import Call
 from ..checkpoints.building import model_class
 from ..checkpoints.config import stock_config
-from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..forms import Content
 from ..live.attend import AttendThroughUs
@@ -123,7 +122,7 @@ def _queries(call: Call, part: slice) -> Call:
     """Return the call for some queries, in at least float32, see `Call.widened`."""
     positions = call.positions
     assert isinstance(positions, Positions)
-    sub = replace(call, query=call.query[:, :, part], positions=cut(positions, part, slice(0, call.key.shape[2])))
+    sub = replace(call, query=call.query[:, :, part], positions=positions.cut(part, slice(0, call.key.shape[2])))
     return sub.widened()
 
 

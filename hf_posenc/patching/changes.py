@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -276,6 +276,10 @@ class ModelSite:
                 self.changes.add(SetAttribute(found.attention_of[layer], "scaling", scaling))
         self._set_attention_size(rotary)
 
+    def own_angles(self, scheme: Scheme) -> Mapping[int, Any]:
+        """Return how the base rotates each layer of a scheme."""
+        return self.base.own_angles(scheme)
+
     def _set_attention_size(self, rotary: nn.Module | None) -> None:
         """Set the attribute that tells the attentions of some families how many dimensions to rotate."""
         if (name := self.base.family.rotation.attention_size) is not None and rotary is not None:
@@ -497,6 +501,8 @@ def _set_lengths(changes: Changes) -> None:
     """Set the lengths in the config that `generate` reads."""
     plan = changes.plan
     config, family = plan.base.config, plan.base.family
+    if any(scheme.acts_on.keeps_frequencies() for scheme in plan.schemes):
+        return  # transformers computes the frequencies of some scalings from these lengths
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if plan.limit is not None:
         changes.add(SetAttribute(config, name, plan.limit))
