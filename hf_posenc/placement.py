@@ -339,7 +339,7 @@ class OnRotatedScores(OnScores):
     words = "on queries and keys, as scores are computed"
 
     def fit(self, scheme: Any, base: Base) -> Any:
-        """Fill in the base's length, and check that the base's rotation can wait for the scores, see `Placement.fit`."""
+        """Fill in the base's length, and check that its rotation can wait for the scores, see `Placement.fit`."""
         angles = base.own_angles(scheme)
         return super().fit(scheme.with_base(base.length, tuple(angles.values())), base)
 

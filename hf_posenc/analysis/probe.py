@@ -25,8 +25,8 @@ from ..modules import Native, PositionEmbedding, PositionModule, Reference, Scor
 from ..patching.changes import NoEmbedding, seeded
 from ..placement import RopeParameters
 from ..positions import DensePositions
-from ..schemes.far_rope import BaseAngles
 from ..schemes.base import RotaryScheme, Scheme
+from ..schemes.far_rope import BaseAngles
 from ..upstream import NAME
 from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, read_frequencies, scaling_types
 

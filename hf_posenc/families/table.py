@@ -56,7 +56,7 @@ _SLICED = RotationFacts(slices_rotary=True)
 _SLICED_BY_SIZE = RotationFacts(slices_rotary=True, attention_size="rotary_ndims")
 _COORDINATES = RotationFacts(parameter_coordinates="mrope_section")
 _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
-_NORMS_AFTER = RotationFacts(norms_after="norms queries and keys after their rotation, each dimension by its own weight")
+_NORMS_AFTER = RotationFacts(norms_after="norms queries and keys after their rotation, with a weight per dimension")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
@@ -180,7 +180,9 @@ _ROWS = (
     Family(
         model_types=("mistral4",),
         names=_LATENT_NAMES,
-        rotation=replace(_LATENT, config_interleaved="rope_interleave", lists_halves=True, parameter_temperature=_TEMPERATURE),
+        rotation=replace(
+            _LATENT, config_interleaved="rope_interleave", lists_halves=True, parameter_temperature=_TEMPERATURE
+        ),
     ),
     # In these types `position_ids` reach the layers, but not the attention function.
     Family(model_types=("chameleon",), drops_position_ids=True),

@@ -193,12 +193,12 @@ class BaseRotation:
             layers: indices of layers with attention.
 
         Raises:
-            UnsupportedModelError: if the base's own code works on rotated queries and keys, or its frequencies depend on
-                the length of the context other than by dynamic scaling.
+            UnsupportedModelError: if the base's own code works on rotated queries and keys, or its frequencies depend
+                on the length of the context other than by dynamic scaling.
         """
         facts = self.family.rotation
         if facts.norms_after is not None:
-            raise UnsupportedModelError(f"{name}: {self._name} {facts.norms_after}, so rotation cannot wait for the scores")
+            raise UnsupportedModelError(f"{name}: {self._name} {facts.norms_after}, so keys cannot be cached before it")
         parameters = self._fit_parameters(self._complete(Rope()).rope_parameters() or {})
         found: dict[int, BaseAngles | None] = {}
         made: dict[Any, BaseAngles] = {}

@@ -78,8 +78,8 @@ class BaseAngles:
             frequencies = (frequencies.to(stretch.dtype) * stretch**-powers).to(dtype)[:, None]
         angles = positions.to(dtype)[..., None] * frequencies  # as transformers does, so that the bits are the same
         cos, sin = (torch.cat([each, each], -1) * self.factor for each in (angles.cos(), angles.sin()))
-        first, rest = x[..., : self.start].to(dtype), x[..., self.start :].to(dtype)
-        return torch.cat([first, apply_rotary(rest, cos, sin, self.pairs)], -1)
+        x = x.to(dtype)
+        return torch.cat([x[..., : self.start], apply_rotary(x[..., self.start :], cos, sin, self.pairs)], -1)
 
 
 @register_scheme
@@ -168,8 +168,8 @@ class FarRope(ScoreScheme):
     def _check_chunk(chunk: int, length: int) -> None:
         if chunk >= length:
             raise ValueError(
-                f"far_rope: chunk={chunk} must be below length={length}: their difference is the number of neighbouring "
-                "tokens that keep their distance across two chunks"
+                f"far_rope: chunk={chunk} must be below length={length}: their difference is the number of tokens that "
+                "keep their distance across two chunks"
             )
 
     @property
@@ -221,9 +221,16 @@ class FarRope(ScoreScheme):
             )
         shares = {"rerope": 1 / 2, "self_extend": 1 / 4, "dual_chunk": 3 / 4, "dynamic": 1 / 8}
         share = max(1, int((length or 0) * shares[self.kind]))
-        defaults = {"near": share, "leak": 0.0, "group": 8, "chunk": share, "length": length, "factor": growth}
-        scheme = replace(self, **{key: defaults[key] if value is None else value for key, value in values.items()})
-        return scheme
+        defaults: dict[str, Any] = {
+            "near": share,
+            "leak": 0.0,
+            "group": 8,
+            "chunk": share,
+            "length": length,
+            "factor": growth,
+        }
+        chosen: dict[str, Any] = {key: defaults[key] if value is None else value for key, value in values.items()}
+        return replace(self, **chosen)
 
     def build(self, dims: Dims) -> ScoreModule:
         """Return the module of one layer, with the rotation of `rope`; the placement gives it that of the base."""
@@ -420,10 +427,12 @@ class FarRotation(Rotated):
             return self.turned(call, wide=False)
         queries = self.distances.query_positions(call.positions.query_positions.clamp(min=0))
         keys = self.distances.key_positions(key_positions(call))
+        dtype = compute_dtype(call.query)
+        query, key = call.query.to(dtype), call.key.to(dtype)  # at once: each conversion rounds a gradient
         return replace(
             call,
-            query=torch.cat([self.angles.rotate(call.query, at) for at in queries], -1),
-            key=torch.cat([self.angles.rotate(call.key, at) for at in keys], -1),
+            query=torch.cat([self.angles.rotate(query, at) for at in queries], -1),
+            key=torch.cat([self.angles.rotate(key, at) for at in keys], -1),
             module=self.distances,
             form=None,
         )
@@ -480,6 +489,8 @@ class GrowingRotation(Rotated):
         if lengths.shape[1] == 1:  # one query in each row of the batch, each with keys of its own
             return [(None, self.turned(call, wide=True, stretch=self.stretch(lengths)))]
         parts: list[tuple[Chosen | None, Call]] = []
+        dtype = compute_dtype(call.query)
+        call = replace(call, query=call.query.to(dtype), key=call.key.to(dtype), value=call.value.to(dtype))
         for length in found:
             here = lengths == length
             rows = here.any(0).nonzero()[:, 0]
@@ -503,7 +514,7 @@ class Chosen(NamedTuple):
 
 def _together(parts: list[tuple[Chosen | None, Tensor]], dim: int, count: int) -> Tensor:
     """Return what parts found for their queries, as one tensor with `count` queries in a dimension, 1 or 2."""
-    (chosen, first), *others = parts
+    chosen, first = parts[0]
     if chosen is None:
         return first
     together = first.new_zeros(*first.shape[:dim], count, *first.shape[dim + 1 :])

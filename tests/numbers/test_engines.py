@@ -30,7 +30,7 @@ from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, r
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
-from hf_posenc.engines import banded, chunked, decode, dispatch, reference, toeplitz
+from hf_posenc.engines import banded, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
