@@ -501,11 +501,11 @@ def _set_lengths(changes: Changes) -> None:
     """Set the lengths in the config that `generate` reads."""
     plan = changes.plan
     config, family = plan.base.config, plan.base.family
-    if any(scheme.acts_on.keeps_frequencies() for scheme in plan.schemes):
-        return  # transformers computes the frequencies of some scalings from these lengths
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if plan.limit is not None:
         changes.add(SetAttribute(config, name, plan.limit))
+    elif any(scheme.acts_on.keeps_frequencies() for scheme in plan.schemes):
+        return  # transformers computes the frequencies of some scalings from the lengths below
     elif hasattr(config, name) and not family.sized_by_length and not plan.base_layers and not any(plan.rotating):
         changes.add(SetAttribute(config, name, max(UNLIMITED, config.max_position_embeddings)))
     if ORIGINAL_LENGTH in config.__dict__ and (lengths := _rotary_lengths(plan)) is not None:

@@ -95,14 +95,14 @@ class FarRope(ScoreScheme):
     `dual_chunk`: `b_j = j mod s`, and `a_i` is `i mod s` in the chunk of the query, `min(s + i mod s, c - 1)` for the
     chunk before it, `c - 1` for all earlier ones (An et al. 2024, section 3; `s` is `chunk`, `c` is `length`).
     `dynamic`: `i - j`, and frequencies of the length `n` of the context, `theta' = theta (f n/c - f + 1)^(R/(R-2))`
-    (bloc97 and emozilla 2023; `f` is `factor`, `R` the rotated dimensions).
+    (bloc97 and emozilla 2023; `f` is `factor`, `R` the number of rotated dimensions).
     Beyond the training length: no limit. The first three keep every distance inside the trained ones, as far as `group`
     and `leak` do; `dynamic` stretches the waves.
     Deviations: transformers rotates all keys of `dynamic` by the length that is present, so that cached keys keep the
     frequencies of shorter lengths. Here `n` depends on the query alone: it is its position plus 1, rounded up to whole
     chunks. Keys are rotated anew for each such length, so cached generation computes what a full pass computes.
     Source: Su 2023, https://github.com/bojone/rerope; Jin et al. 2024, arXiv:2401.01325; An et al. 2024,
-    arXiv:2402.17463; bloc97 and emozilla 2023, arXiv:2309.00071 (appendix B.1).
+    arXiv:2402.17463; Peng, Quesnelle, Fan, Shippole 2023, arXiv:2309.00071 (dynamic scaling).
 
     Frequencies, rotated dimensions and YaRN's factor are the base's own, layer by layer. Layers that the base does not
     rotate stay unrotated. A base without rotation gets that of `rope`. Bases whose frequencies depend on the length are
