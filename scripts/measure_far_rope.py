@@ -91,7 +91,7 @@ def main() -> int:
         windows = ids[: len(ids) // length * length].view(-1, length)
         for name, arguments in rotations(trained, multiple).items():
             chunk = trained // 8 if name.endswith("cached") else None
-            if arguments is None or multiple == 1 and name == "yarn":
+            if arguments is None or (multiple == 1 and name == "yarn"):
                 row = measured(model, windows, chunk)
             else:
                 with patched(model, **arguments):

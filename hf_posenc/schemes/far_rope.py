@@ -455,6 +455,17 @@ class GrowingRotation(Rotated):
 
     def forward(self, call: Call, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """Hand calls with rotated queries and keys to an engine, one for each length, see `ScoreModule.forward`."""
+        if torch.compiler.is_compiling() and call.query.shape[2] > 1:
+            return self.outside_of_graphs(call, attend)
+        return self.attended(call, attend)
+
+    @torch.compiler.disable
+    def outside_of_graphs(self, call: Call, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """Attend without being traced: how many lengths there are in a call is known when it runs."""
+        return self.attended(call, attend)
+
+    def attended(self, call: Call, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """Return the output and the weights of a call, see `ScoreModule.forward`."""
         dtype = call.query.dtype
         found = [(chosen, *attend(part)) for chosen, part in self.parts(call)]
         output = _together([(chosen, part) for chosen, part, _ in found], 1, call.query.shape[2]).to(dtype)
@@ -483,7 +494,7 @@ class GrowingRotation(Rotated):
         lengths = self.lengths(call)
         if lengths.shape[1] == 1 and torch.compiler.is_compiling():
             return [(None, self.turned(call, wide=True, stretch=self.stretch(lengths)))]
-        found = [int(length) for length in lengths.unique()]  # torch.compile breaks its graph here
+        found = [int(length) for length in lengths.unique()]
         if found == [self.length]:
             return [(None, self.turned(call, wide=False))]
         if lengths.shape[1] == 1:  # one query in each row of the batch, each with keys of its own

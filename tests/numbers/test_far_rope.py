@@ -171,7 +171,7 @@ def test_numbers_that_come_from_the_base():
     for kind, expected in filled.items():
         found = scheme_class("far_rope")(kind=kind).filled(64).hyperparameters()
         assert {name: value for name, value in found.items() if value is not None and name != "kind"} == expected
-    with pytest.raises(ValueError, match="does not say the length.*near"):
+    with pytest.raises(ValueError, match=r"does not say the length.*near"):
         scheme_class("far_rope")().filled(None)
 
 
