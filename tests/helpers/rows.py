@@ -205,7 +205,7 @@ ROWS: dict[str, Row] = {
             "length": {"kind": "dual_chunk", "chunk": 2},
             "factor": {"kind": "dynamic", "length": 6},
         },
-        properties=("no", "not applicable", "yes", "yes", "no"),
+        properties=("no", "not applicable", "yes", "yes", "yes"),
         modules={
             "": {"near": 20},
             "dual-chunk": {"kind": "dual_chunk", "chunk": 30, "length": 40},
