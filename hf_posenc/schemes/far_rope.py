@@ -366,17 +366,19 @@ class Rotated(ScoreModule):
         self.angles = angles
 
     def reach(self, call: Call) -> tuple[int, int] | None:
-        """Return the last position and the largest visible distance of a call, or None while compiling.
+        """Return the last position and the largest visible distance of a call, or None while it is traced.
 
         This reads from the device.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a trace would keep the numbers of its example
             return None
         positions = call.positions
         last = positions.query_positions.amax()
         farthest = last - key_positions(call).amin()
         if isinstance(positions, Positions) and positions.key_kept is None:
-            farthest = torch.minimum(farthest, positions.window.amax() - 1)
+            slots = positions.key_index.diff()
+            counted = ((positions.key_positions.diff() <= slots) & (slots >= 0)).all()  # a window counts slots
+            farthest = torch.where(counted, torch.minimum(farthest, positions.window.amax() - 1), farthest)
         return int(last), int(farthest)
 
     def turned(self, call: Call, *, wide: bool, stretch: Tensor | None = None) -> Call:
@@ -494,6 +496,11 @@ class GrowingRotation(Rotated):
         lengths = self.lengths(call)
         if lengths.shape[1] == 1 and torch.compiler.is_compiling():
             return [(None, self.turned(call, wide=True, stretch=self.stretch(lengths)))]
+        if torch.jit.is_tracing():
+            raise NotImplementedError(
+                "far_rope: torch.jit.trace would keep the lengths of its example, and kind='dynamic' depends on them: "
+                "choose another kind, or torch.compile"
+            )
         found = [int(length) for length in lengths.unique()]
         if found == [self.length]:
             return [(None, self.turned(call, wide=False))]

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_posenc import UnsupportedModelError, patch_model, patched, verify
 from hf_posenc.registry import scheme_class
+from hf_posenc.schemes.far_rope import Clamped
 
 YARN = {
     "rope_type": "yarn",
@@ -183,6 +184,17 @@ def test_sinks_behind_a_window_stay_at_trained_distances():
     torch.testing.assert_close(logits(model, ids)[:, -1], logits(model, shorter)[:, -1], atol=1e-4, rtol=0)
     moved = patch_model(tiny("llama", num_hidden_layers=1), "rope", window=6, sinks=2)
     assert not torch.allclose(logits(moved, ids)[:, -1], logits(moved, shorter)[:, -1], atol=1e-3)
+
+
+def test_a_window_counts_tokens_and_near_counts_positions():
+    """Positions with gaps: keys of a window of 4 tokens are up to 15 positions away, beyond `near`."""
+    model, ids = tiny("llama", num_hidden_layers=1), tokens(1, 12)
+    given = {"position_ids": 5 * torch.arange(12)[None], "attention_mask": torch.ones_like(ids)}
+    patch_model(model, "far_rope", near=6, window=4)
+    far = logits(model, ids, **given)
+    attention = model.model.layers[0].self_attn
+    attention.posenc.distances = Clamped(100, 0.0)
+    assert not torch.allclose(logits(model, ids, **given), far, atol=1e-2)
 
 
 @pytest.mark.slow
