@@ -108,6 +108,9 @@ class Base(Carrier, Protocol):
     def fit_rotation(self, scheme: Any) -> Any:
         """Fill in the missing hyper-parameters of a rotary scheme from the base; raise if the base lacks them."""
 
+    def own_angles(self, scheme: Any) -> Mapping[int, Any]:
+        """Return how the base rotates each layer of a scheme that rotates at the call; raise if that is impossible."""
+
     def has_own_rotation(self, scheme: Any) -> bool:
         """Return whether a fitted rotary scheme equals the base's own rotation."""
 
@@ -147,6 +150,9 @@ class Site(Protocol):
 
     def turn(self, scheme: Any) -> None:
         """Rotate the queries and keys of the site's layers with the scheme."""
+
+    def own_angles(self, scheme: Any) -> Mapping[int, Any]:
+        """Return how the base rotates each layer of a scheme, see `Base.own_angles`."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +231,10 @@ class Placement:
             cannot compute its angles.
         """
         return ()
+
+    def keeps_frequencies(self) -> bool:
+        """Return whether the schemes rotate by the frequencies that the base's config gives, in place of the base."""
+        return False
 
     def leaves_rotation(self, scheme: Placed, base: Base) -> bool:
         """Return whether the base's own rotary module still rotates the layers of a fitted scheme."""
@@ -328,6 +338,32 @@ class OnScores(Placement):
     def dropped_by_stock_attention(self, scheme: Placed) -> str | None:
         """Return the scheme's name: stock attention would drop the whole scheme."""
         return scheme.name
+
+
+class OnRotatedScores(OnScores):
+    """A module on each attention rotates queries and keys by the base's frequencies, beside the cache."""
+
+    words = "on queries and keys, as scores are computed"
+
+    def fit(self, scheme: Any, base: Base) -> Any:
+        """Fill in the base's length, and check that its rotation can wait for the scores, see `Placement.fit`."""
+        angles = base.own_angles(scheme)
+        return super().fit(scheme.with_base(base.length, tuple(angles.values())), base)
+
+    def put(self, scheme: Any, site: Site) -> None:
+        """Put a module with the base's rotation on each attention."""
+        for layer, angles in site.own_angles(scheme).items():
+            module = scheme.build(site.dims_of(layer))
+            module.angles = angles
+            site.on_attention(layer, module)
+
+    def keeps_frequencies(self) -> bool:
+        """Return True: all schemes of this place do."""
+        return True
+
+    def answers(self, layer: int, base: Base) -> bool:
+        """Return whether the layer is rotated: some bases leave layers unrotated."""
+        return not any(base.rotated) or base.rotated[layer]
 
 
 class OnHidden(Placement):
@@ -545,6 +581,7 @@ __all__ = [
     "OnHidden",
     "OnQueries",
     "OnRotary",
+    "OnRotatedScores",
     "OnScores",
     "OnSizes",
     "OnTokens",

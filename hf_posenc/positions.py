@@ -127,6 +127,10 @@ class Positions:
         """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless for invisible keys."""
         return (self.query_positions[:, :, None] - self.key_positions[:, None, :])[:, None]
 
+    def positions_of_keys(self) -> Tensor:
+        """Return the positions of the keys, (B|1, L) int32."""
+        return self.key_positions
+
     def visible(self) -> Tensor:
         """Return which keys each query may attend to, (B|1, 1, Q, L) bool."""
         lag = self.query_index[:, :, None] - self.key_index[:, None, :]
@@ -154,6 +158,21 @@ class Positions:
         starts = torch.nn.functional.pad(self.key_segment[:, 1:] != self.key_segment[:, :-1], (1, 0), value=True)
         before = torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values  # tokens of other documents
         return replace(windowed, key_kept=self.key_valid & (count - before <= kept_first))
+
+    def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> Positions:
+        """Return the positions of some of the queries and keys, given as slices or indices (N,)."""
+        return replace(
+            self,
+            query_positions=self.query_positions[:, queries],
+            query_index=self.query_index[:, queries],
+            query_valid=self.query_valid[:, queries],
+            query_segment=self.query_segment[:, queries],
+            key_positions=self.key_positions[:, keys],
+            key_index=self.key_index[:, keys],
+            key_valid=self.key_valid[:, keys],
+            key_segment=self.key_segment[:, keys],
+            key_kept=None if self.key_kept is None else self.key_kept[:, keys],
+        )
 
     def divided_at(self, starts: Tensor) -> Tensor:
         """Return whether a new document starts at every one of these tokens, as a bool tensor ().
@@ -220,6 +239,10 @@ class DensePositions:
         """Return query position minus key position, (B|1, 1, Q, L) int32."""
         return self.pairs
 
+    def positions_of_keys(self) -> Tensor:
+        """Return the positions of the keys, (B|1, L) int32."""
+        return self.query_positions[:, :1] - self.pairs[:, 0, 0]
+
     def visible(self) -> Tensor:
         """Return which keys each query may attend to, (B|1, 1|H, Q, L) bool."""
         return _visible(self.seen)
@@ -242,6 +265,14 @@ class DensePositions:
         if self.seen.is_floating_point():
             return replace(self, seen=self.seen.masked_fill(~near, torch.finfo(self.seen.dtype).min))
         return replace(self, seen=self.seen & near)
+
+    def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> DensePositions:
+        """Return the positions of some of the queries and keys, given as slices or indices (N,)."""
+        return DensePositions(
+            self.pairs[:, :, queries][..., keys],
+            self.seen[:, :, queries][..., keys],
+            self.query_positions[:, queries],
+        )
 
     def divided_at(self, starts: Tensor) -> Tensor:
         """Return True, as a bool tensor (): the mask itself divides the documents."""

@@ -26,6 +26,7 @@ from ..patching.changes import NoEmbedding, seeded
 from ..placement import Placed, RopeParameters
 from ..positions import DensePositions
 from ..schemes.base import RotaryScheme, Scheme
+from ..schemes.far_rope import BaseAngles
 from ..upstream import NAME
 from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, read_frequencies, scaling_types
 
@@ -128,6 +129,10 @@ class _OneLayerModel:
     def turns_like_stock(self, scheme: RotaryScheme) -> bool:
         """Return False, because this model has no stock class."""
         return False
+
+    def own_angles(self, scheme: Scheme) -> dict[int, BaseAngles]:
+        """Return the usual rotation of whole heads."""
+        return {0: BaseAngles.of_head(self.dims.head_dim)}
 
     def silence_rotation(self) -> None:
         """Do nothing, because this model rotates nothing."""

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from ..attention_call import Call
 from ..checkpoints.config import stock_config
 from ..checkpoints.model_classes import model_class
-from ..engines.chunked import cut
 from ..errors import UnsupportedModelError
 from ..families.own_attention import Stock
 from ..forms import Content
@@ -124,7 +123,7 @@ def _queries(call: Call, part: slice) -> Call:
     """Return the call for some queries, in at least float32, see `Call.widened`."""
     positions = call.positions
     assert isinstance(positions, Positions)
-    sub = replace(call, query=call.query[:, :, part], positions=cut(positions, part, slice(0, call.key.shape[2])))
+    sub = replace(call, query=call.query[:, :, part], positions=positions.cut(part, slice(0, call.key.shape[2])))
     return sub.widened()
 
 

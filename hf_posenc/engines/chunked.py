@@ -85,27 +85,11 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
             call.query[:, :, here],
             call.key[:, :, seen],
             call.value[:, :, seen],
-            cut(positions, here, seen),
+            positions.cut(here, seen),
             gates,
         )
         parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
     return torch.cat(parts, 1)
-
-
-def cut(positions: Positions, queries: slice, keys: slice | Tensor) -> Positions:
-    """Return the positions of some of the queries and keys."""
-    return replace(
-        positions,
-        query_positions=positions.query_positions[:, queries],
-        query_index=positions.query_index[:, queries],
-        query_valid=positions.query_valid[:, queries],
-        query_segment=positions.query_segment[:, queries],
-        key_positions=positions.key_positions[:, keys],
-        key_index=positions.key_index[:, keys],
-        key_valid=positions.key_valid[:, keys],
-        key_segment=positions.key_segment[:, keys],
-        key_kept=None if positions.key_kept is None else positions.key_kept[:, keys],
-    )
 
 
 def _seen(positions: Positions, queries: slice) -> slice | Tensor:

@@ -75,6 +75,10 @@ class RotationFacts:
         config_interleaved: if the config has it true, neighbouring dimensions are rotated together, whatever `pairs`
             says.
         backwards: pairs turn by minus their angles.
+        lists_halves: where `pairs` are interleaved, the attention lists the first dimensions of all pairs before the
+            second ones, also where the angles are 0.
+        norms_after: what the attention does to queries and keys after their rotation, if that depends on the angles.
+            `None` means nothing.
         angles: what the rotary module returns for the angles `a, b, ...` of the pairs: `list twice`, cosines and sines
             `[a, b, ..., a, b, ...]`; `each twice`, `[a, a, b, b, ...]`; `once`, `[a, b, ...]`; `complex`, one tensor
             `[e^ia, e^ib, ...]`.
@@ -106,6 +110,8 @@ class RotationFacts:
     pairs: Literal["half", "interleaved"] = "half"
     config_interleaved: str | None = None
     backwards: bool = False
+    lists_halves: bool = False
+    norms_after: str | None = None
     angles: Literal["list twice", "each twice", "once", "complex"] = "list twice"
     slices_rotary: bool = False
     attention_size: str | None = None

@@ -31,8 +31,6 @@ _LIKE_LLAMA = (
     "granite_docling_text",
     "granitemoe",
     "granitemoeshared",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
     "hy_v3",
     "jais2",
     "mellum",
@@ -58,6 +56,7 @@ _SLICED = RotationFacts(slices_rotary=True)
 _SLICED_BY_SIZE = RotationFacts(slices_rotary=True, attention_size="rotary_ndims")
 _COORDINATES = RotationFacts(parameter_coordinates="mrope_section")
 _COHERE = RotationFacts(pairs="interleaved", angles="each twice")
+_NORMS_AFTER = RotationFacts(norms_after="norms queries and keys after their rotation, with a weight per dimension")
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", rescales=True)
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
@@ -90,6 +89,7 @@ _ROWS = (
         note="`nope` can be exported, as a SmolLM3",
     ),
     Family(model_types=_LIKE_LLAMA),
+    Family(model_types=("hunyuan_v1_dense", "hunyuan_v1_moe"), rotation=_NORMS_AFTER, note="takes no `far_rope`"),
     Family(model_types=("evolla",), joins_documents=True),
     Family(model_types=("nanochat",), rotation=RotationFacts(backwards=True)),
     Family(model_types=("mistral",), gguf=LLAMA_BLOCK),
@@ -171,14 +171,16 @@ _ROWS = (
     Family(
         model_types=("axk1", "deepseek_v3", "glm4_moe_lite", "youtu"),
         names=_LATENT_NAMES,
-        rotation=replace(_LATENT, config_interleaved="rope_interleave"),
+        rotation=replace(_LATENT, config_interleaved="rope_interleave", lists_halves=True),
     ),
     Family(model_types=("minicpm3",), names=_LATENT_NAMES, rotation=_LATENT),
     # It has latent attention, and its queries grow with the position as those of ministral3 do.
     Family(
         model_types=("mistral4",),
         names=_LATENT_NAMES,
-        rotation=replace(_LATENT, config_interleaved="rope_interleave", parameter_temperature=_TEMPERATURE),
+        rotation=replace(
+            _LATENT, config_interleaved="rope_interleave", lists_halves=True, parameter_temperature=_TEMPERATURE
+        ),
     ),
     # In these types `position_ids` reach the layers, but not the attention function.
     Family(model_types=("chameleon",), drops_position_ids=True),
@@ -246,7 +248,7 @@ _ROWS = (
     ),
     Family(
         model_types=("hunyuan_vl_text",),
-        rotation=_COORDINATES,
+        rotation=replace(_NORMS_AFTER, parameter_coordinates="mrope_section"),
         drops_position_ids=True,
         joins_documents=True,
         note=_NO_HEAD,
@@ -256,7 +258,7 @@ _ROWS = (
     Family(
         model_types=("bailing_hybrid",),
         names=_LATENT_NAMES,
-        rotation=replace(_LATENT, pairs="interleaved"),
+        rotation=replace(_LATENT, pairs="interleaved", lists_halves=True),
         hybrid=True,
     ),
     Family(model_types=("granitemoehybrid",), hybrid=True, drops_position_ids=True),

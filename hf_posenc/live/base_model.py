@@ -19,6 +19,7 @@ from ..modules import Native, WithoutPositions
 from ..placement import Placed
 from ..schemes.alibi import Alibi, alibi_slopes
 from ..schemes.base import RotaryScheme, Scheme
+from ..schemes.far_rope import BaseAngles
 from ..schemes.rope import Rope
 from ..upstream.attention import SPLIT_HEADS
 from ..upstream.token_numbers import cache_argument
@@ -204,6 +205,16 @@ class BaseModel:
     def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
         """Return a rotary scheme, with unset hyper-parameters taken from the base. See `BaseRotation.fit`."""
         return self.rotation.fit(scheme, self.layers_of(scheme))
+
+    def own_angles(self, scheme: Scheme) -> dict[int, BaseAngles | None]:
+        """Return how the base rotates each layer of a scheme, see `BaseRotation.angles`."""
+        layers = self.layers_of(scheme)
+        if both := sorted(set(self.scaled_by_position).intersection(layers)):
+            raise UnsupportedModelError(
+                f"{scheme.name}: {self.name} itself multiplies the queries of layer {', '.join(map(str, both))} by a "
+                "factor that grows with the position, which would be lost: name other layers"
+            )
+        return self.rotation.angles(scheme.name, layers)
 
     def has_own_rotation(self, scheme: RotaryScheme) -> bool:
         """Return whether a fitted rotary scheme is the base's own rotation."""

@@ -16,12 +16,14 @@ from ..errors import UnsupportedModelError
 from ..families.base import Family, Resolved, base_model_type
 from ..layer_state import on_layer
 from ..placement import RopeParameters
-from ..schemes.base import RotaryScheme, by_layer_type
+from ..schemes.base import RotaryScheme, by_layer_type, depends_on_length
+from ..schemes.far_rope import BaseAngles
 from ..schemes.rope import Rope
 from ..upstream.rotary import (
     COORDINATES,
     ORIGINAL_LENGTH,
     PartialRotary,
+    frequency_table,
     make_rotary,
     own_rotation,
     read_frequencies,
@@ -180,6 +182,69 @@ class BaseRotation:
         if (key := self.family.rotation.parameter_coordinates) is not None and key in self.config.rope_parameters:
             wanted[None][key] = self.config.rope_parameters[key]
         return wanted[None] if None in wanted else wanted
+
+    def angles(self, name: str, layers: tuple[int, ...]) -> dict[int, BaseAngles | None]:
+        """Return how the base rotates each of these layers, or None for a layer that it leaves unrotated.
+
+        A base that rotates nothing gets the rotation of `rope` without hyper-parameters.
+
+        Args:
+            name: the scheme that rotates in place of the base, for messages.
+            layers: indices of layers with attention.
+
+        Raises:
+            UnsupportedModelError: if the base's own code works on rotated queries and keys, or its frequencies depend
+                on the length of the context other than by dynamic scaling.
+        """
+        facts = self.family.rotation
+        if facts.norms_after is not None:
+            raise UnsupportedModelError(f"{name}: {self._name} {facts.norms_after}, so keys cannot be cached before it")
+        parameters = self._fit_parameters(self._complete(Rope()).rope_parameters() or {})
+        found: dict[int, BaseAngles | None] = {}
+        made: dict[Any, BaseAngles] = {}
+        for layer in layers:
+            found[layer] = None
+            if not any(self.modules.rotated) or self.modules.rotated[layer]:
+                theta = None if facts.config_thetas is None else getattr(self.config, facts.config_thetas)[layer]
+                of_types = by_layer_type(parameters)
+                layer_type = None if None in of_types else self.config.layer_types[layer]
+                if (key := (layer_type, theta, self.sizes[layer].head_dim)) not in made:
+                    made[key] = self._angles_of(name, layer, layer_type, parameters, theta)
+                found[layer] = made[key]
+        return found
+
+    def _angles_of(
+        self, name: str, layer: int, layer_type: str | None, parameters: RopeParameters, theta: float | None
+    ) -> BaseAngles:
+        """Return how the base rotates one layer, see `angles`.
+
+        Args:
+            name: the scheme, for messages.
+            layer: index of the layer.
+            layer_type: its type, where the base's rotation depends on it.
+            parameters: the base's `rope_parameters`.
+            theta: the layer's own base of frequencies, or None for that of `parameters`.
+        """
+        own = by_layer_type(parameters)[layer_type]
+        if depends_on_length(own) and own["rope_type"] != "dynamic":
+            raise UnsupportedModelError(
+                f"{name}: the frequencies of this {self._name} depend on the length of the context "
+                f"({own['rope_type']}), so they are no table from which distances could be changed"
+            )
+        if theta is not None:
+            parameters = {**parameters, "rope_theta": theta}
+        with torch.device("cpu"):  # a checkpoint is loaded on the device meta, where there are no numbers
+            frequencies, factor = frequency_table(self.make(parameters), layer_type)
+        facts = self.family.rotation
+        apart = 0 if facts.attention_part is None else self.sizes[layer].head_dim - self.dims_of(layer).head_dim
+        return BaseAngles(
+            tuple(-w for w in frequencies) if facts.backwards else frequencies,
+            factor,
+            "half" if facts.lists_halves else self.pairs,
+            apart,
+            own["rope_type"],
+            own.get("factor", 1.0) if own["rope_type"] == "dynamic" else 1.0,
+        )
 
     def make(self, parameters: RopeParameters) -> nn.Module:
         """Return a rotary module of transformers with these `rope_parameters`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from inspect import signature
@@ -277,6 +277,10 @@ class ModelSite:
                 self.changes.add(SetAttribute(found.attention_of[layer], "scaling", scaling))
         self._set_attention_size(rotary)
 
+    def own_angles(self, scheme: Scheme) -> Mapping[int, Any]:
+        """Return how the base rotates each layer of a scheme."""
+        return self.base.own_angles(scheme)
+
     def _set_attention_size(self, rotary: nn.Module | None) -> None:
         """Set the attribute that tells the attentions of some families how many dimensions to rotate."""
         if (name := self.base.family.rotation.attention_size) is not None and rotary is not None:
@@ -501,6 +505,8 @@ def _set_lengths(changes: Changes) -> None:
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if plan.limit is not None:
         changes.add(SetAttribute(config, name, plan.limit))
+    elif any(scheme.acts_on.keeps_frequencies() for scheme in plan.schemes):
+        return  # transformers computes the frequencies of some scalings from the lengths below
     elif hasattr(config, name) and not family.sized_by_length and not plan.base_layers and not any(plan.rotating):
         changes.add(SetAttribute(config, name, max(UNLIMITED, config.max_position_embeddings)))
     if ORIGINAL_LENGTH in config.__dict__ and (lengths := _rotary_lengths(plan)) is not None:

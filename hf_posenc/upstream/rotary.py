@@ -261,6 +261,21 @@ def read_frequencies(rotary: nn.Module, parameters: RopeParameters) -> dict[Any,
     return found
 
 
+def frequency_table(rotary: nn.Module, layer_type: str | None) -> tuple[tuple[float, ...], float]:
+    """Return the frequencies of a rotary module as it has them, and its factor on cosines and sines.
+
+    Args:
+        rotary: a module of `make_rotary`.
+        layer_type: the layer's type, where the module has frequencies for several.
+    """
+    if isinstance(rotary, RotaryByType) and layer_type is not None:
+        rotary = rotary.rotaries[layer_type]
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    module = next(module for module in rotary.modules() if hasattr(module, f"{prefix}inv_freq"))
+    frequencies: Tensor = getattr(module, f"{prefix}inv_freq")
+    return tuple(frequencies.double().tolist()), float(getattr(module, f"{prefix}attention_scaling", 1.0))
+
+
 def scaling_types() -> tuple[str, ...]:
     """Return the `rope_type` values that the installed transformers can compute, apart from `default`."""
     return tuple(ROPE_INIT_FUNCTIONS)

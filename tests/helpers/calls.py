@@ -85,7 +85,7 @@ def static_cache(queries, filled, size, window=None):
 
 def padded_cache(queries, length):
     positions, _ = left_padded(length, 13)
-    return chunked.cut(positions, slice(length - queries, length), slice(0, length)), None
+    return positions.cut(slice(length - queries, length), slice(0, length)), None
 
 
 def far_apart(queries, length):

@@ -390,6 +390,68 @@ ROPE = [
 ]
 
 
+# --- far_rope: the rotation of rope, by another distance for far keys. ReRoPE and its leaky form: Su, spaces.ac.cn/archives/9708 and
+# github.com/bojone/rerope. Self-Extend: Jin et al. 2024, section 3, floor positions and the shift w - w // G. Dual chunk attention: An
+# et al. 2024, section 3, M[i][j] of the three cases. Dynamic: theta of `rope_frequencies`, for the query's length in whole chunks
+
+
+def far_position(i, j, kind, near, leak, group, chunk, length):
+    """Return the distance that far_rope gives the query i and the key j."""
+    if kind == "rerope":
+        return i - j if i - j < near else near + leak * (i - j - near)
+    if kind == "self_extend":
+        return i - j if i - j < near else i // group - j // group + near - near // group
+    if kind == "dynamic" or i // chunk == j // chunk:
+        return i - j
+    if i // chunk - j // chunk == 1:
+        return min(chunk + i % chunk, length - 1) - j % chunk
+    return length - 1 - j % chunk
+
+
+def far_rope_attention(
+    query,
+    key,
+    value,
+    parameters,
+    *,
+    softmax_scale,
+    cap=identity,
+    trained=None,
+    kind="rerope",
+    near=None,
+    leak=0.0,
+    group=8,
+    chunk=None,
+    length=None,
+    factor=1.0,
+    **_,
+):
+    size = query.shape[-1] // 2 * 2
+    pairs = [(u, u + size // 2) for u in range(size // 2)]
+
+    def score(h, i, j, q, k):
+        n = max(length, chunk * math.ceil((i + 1) / chunk)) if kind == "dynamic" else 0
+        scaling = {"rope_type": "dynamic", "factor": factor} if n and size > 2 else None  # a single pair keeps theta^0
+        w, _ = rope_frequencies(size, 10000.0, n, length or 0, scaling)
+        d = far_position(i, j, kind, near, leak, group, chunk, length)
+        return cap(dot(turn(q, d, w, pairs, 1.0), k) * softmax_scale)
+
+    return attend(query, key, value, score)
+
+
+def far_rope(name: str, **hyperparameters: Any) -> Case:
+    return Case(id=f"far_rope-{name}", scheme="far_rope", hyperparameters=hyperparameters, attention=far_rope_attention)
+
+
+FAR_ROPE = [
+    far_rope("rerope", near=3),
+    far_rope("leaky", near=2, leak=0.25),
+    far_rope("self-extend", kind="self_extend", near=3, group=2),
+    far_rope("dual-chunk", kind="dual_chunk", chunk=3, length=4),
+    far_rope("dynamic", kind="dynamic", chunk=2, length=3, factor=2.0),
+]
+
+
 # --- transformer_xl: Dai et al. 2019, section 3.3, terms (a) to (d), R_d = [sin(d w) | cos(d w)], w_u = 10000^(-2u/E)
 
 
@@ -790,6 +852,7 @@ CASES: list[Case] = [
     *SINUSOIDAL,
     *LEARNED,
     *ROPE,
+    *FAR_ROPE,
     *TRANSFORMER_XL,
     *SHAW,
     *T5,

@@ -22,6 +22,7 @@ class Row:
         values: two values of each hyper-parameter; the second is not the default.
         wrong: (hyper-parameter, wrong value, error, what the message says).
         acts: hyper-parameters by which the scheme acts in the few tokens of the tests, if its defaults do not.
+        beside: hyper-parameter -> others without which it is not read, in place of `acts`.
         properties: verdicts of `analysis.properties`: unique, linear, generalises, deterministic, several dimensions.
         spacing: whether it matters to the scheme how far apart positions are, not only which comes first.
         modules: hyper-parameters that engines are compared with, for schemes on scores; named as `variants`.
@@ -33,6 +34,7 @@ class Row:
     properties: tuple[str, str, str, str, str]
     spacing: bool = True
     acts: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -165,6 +167,50 @@ ROWS: dict[str, Row] = {
             ("frequencies", {"slow": (1.0,)}, ValueError, ["slow"]),
         ],
         properties=("yes", "yes", "no", "yes", "yes"),
+    ),
+    "far_rope": Row(
+        variants={
+            "": {"near": 3},
+            "self_extend": {"kind": "self_extend", "near": 4, "group": 3},
+            "dual_chunk": {"kind": "dual_chunk", "chunk": 5, "length": 7},
+            "dynamic": {"kind": "dynamic", "chunk": 4, "length": 6},
+        },
+        values={
+            "kind": ("rerope", "self_extend"),
+            "near": (None, 2),
+            "leak": (None, 0.5),
+            "group": (None, 2),
+            "chunk": (None, 2),
+            "length": (None, 5),
+            "factor": (None, 2.0),
+        },
+        wrong=[
+            *[
+                ("kind", value, ValueError, ["rerope", "self_extend", "dual_chunk", "dynamic"])
+                for value in ("dca", None)
+            ],
+            *not_positive("near", 0, -2),
+            *no_integer("near", 2.5, "64", True),
+            *[("leak", value, ValueError, ["below 1"]) for value in (-0.1, 1, NAN)],
+            *no_number("leak", "0.5", True),
+            *[
+                (name, 2, ValueError, ["'rerope' does not read", "near, leak"])
+                for name in ("group", "chunk", "length", "factor")
+            ],
+        ],
+        acts={"near": 2},
+        beside={
+            "group": {"kind": "self_extend", "near": 2},
+            "chunk": {"kind": "dual_chunk"},
+            "length": {"kind": "dual_chunk", "chunk": 2},
+            "factor": {"kind": "dynamic", "length": 6},
+        },
+        properties=("no", "not applicable", "yes", "yes", "yes"),
+        modules={
+            "": {"near": 20},
+            "dual-chunk": {"kind": "dual_chunk", "chunk": 30, "length": 40},
+            "dynamic": {"kind": "dynamic", "chunk": 16, "length": 40},
+        },
     ),
     "transformer_xl": Row(
         variants={"": {}, "shared": {"share_biases": True}},

@@ -103,7 +103,8 @@ def test_five_properties_of_a_model(scheme):
         "rope" if scheme in JOINING else scheme
     ].properties  # the base's rotation stays
     assert verdicts(found)["deterministic"] == deterministic
-    assert verdicts(found)["dimensions"] == {"da_transformer": "yes"}.get(scheme, dimensions)
+    # This `far_rope` keeps 3 distances apart, and the one of the row half of the trained length.
+    assert verdicts(found)["dimensions"] == {"da_transformer": "yes", "far_rope": "no"}.get(scheme, dimensions)
     assert found.scheme == "PosEncLlamaForCausalLM"
     assert not found.untrained
 

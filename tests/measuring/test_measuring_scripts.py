@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posenc import patch_model, theory
+from hf_posenc import patch_model, patched, theory
 from hf_posenc.evaluation import measure_recurrence, sliding_window_perplexity
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,24 @@ def test_long_texts_are_read_with_and_without_sinks(script, tiny_checkpoints):
             losses = torch.nn.functional.cross_entropy(model(ids[:, :96]).logits[0], ids[0, 1:97], reduction="none")
         assert [row["loss"] for row in rows] == pytest.approx(losses.view(2, 48).mean(-1).tolist(), abs=1e-4)
         assert [row["keys"] for row in rows] == [int(sinks) + 7] * 2
+
+
+def test_rotations_are_measured_beyond_the_trained_length(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
+    arguments = ("--tokens", 64, "--multiples", 1, 2, "--json", found)
+    script("measure_far_rope", tiny_checkpoints / "llama", text, *arguments)
+    measured = json.loads(found.read_text())
+    committed = json.loads((ROOT / "docs/measured/far_rope_stories260K.json").read_text())
+    assert measured.keys() == committed.keys()
+    assert measured["rows"].keys() == committed["rows"].keys()
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama").eval()
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text(), return_tensors="pt").input_ids
+    ids = ids[:, :64]  # one window of twice the trained length
+    for name, arguments in {"base": None, "far_rope, rerope": {}, "far_rope, dynamic": {"kind": "dynamic"}}.items():
+        with patched(model, "far_rope", **arguments) if arguments is not None else nullcontext(), torch.no_grad():
+            expected = model(ids, labels=ids).loss.item()
+        assert measured["rows"][name]["2"]["fresh"] == pytest.approx(expected, abs=1e-4), name
 
 
 def test_chosen_layers_are_compared_with_even_ones(script, tiny_checkpoints):

@@ -30,7 +30,7 @@ from situations import SCORE_CASES, SCORE_SCHEMES, assert_same, patched_model, r
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import NotPatchedError, engines, patch_model, which_engine
-from hf_posenc.engines import banded, chunked, decode, dispatch, reference, toeplitz
+from hf_posenc.engines import banded, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 from hf_posenc.layer_state import STATE, OnAttention, use_engine
@@ -603,7 +603,7 @@ def test_the_table_of_engines_is_that_of_their_classes():
 @pytest.mark.parametrize(("queries", "engine"), [(10, "decode"), (20, "chunked")])
 def test_padding_in_a_filled_cache_is_for_engines_with_masks(queries, engine):
     positions, valid = left_padded(40, 5)
-    later = chunked.cut(positions, slice(40 - queries, 40), slice(0, 40))
+    later = positions.cut(slice(40 - queries, 40), slice(0, 40))
     tensors = inputs(later, 4, 1, torch.float32)
     assert choose("auto", call_of(MODULES["alibi"](4), *tensors, later)).engine == engine
     assert not valid.all()

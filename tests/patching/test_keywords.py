@@ -57,17 +57,18 @@ def test_each_hyperparameter_counts_whatever_the_others_are(scheme, paired):
     """Alone and, on `paired`, beside the other value of each other one it changes the model or is refused."""
     values, results, silent, counted = VALUES[scheme], {}, [], set()
 
-    def outcome(family, **hyperparameters):
+    def outcome(family, name, **hyperparameters):
+        hyperparameters = {**ROWS[scheme].beside.get(name, ACTS[scheme]), **hyperparameters}
         key = (family, repr(sorted(hyperparameters.items())))
         if key not in results:
-            results[key] = made(family, scheme, **{**ACTS[scheme], **hyperparameters})
+            results[key] = made(family, scheme, **hyperparameters)
         return results[key]
 
     for family, name, other in itertools.product(("gpt2", "llama"), values, ("", *values)):
         if other == name or (other and family not in paired) or (family, scheme, name, other) == OWN_ROTATION:
             continue
         beside = {other: values[other][1]} if other else {}
-        first, second = (outcome(family, **beside, **{name: value}) for value in values[name])
+        first, second = (outcome(family, name, **beside, **{name: value}) for value in values[name])
         if first is not None and second is not None:
             (silent.append((family, name, other)) if first == second else counted.add(name))
     assert silent == []

@@ -34,7 +34,7 @@ from hf_posenc.forms import Bias, Slopes
 from hf_posenc.layer_state import STATE, OnAttention, on_attention, use_engine
 from hf_posenc.live.base_model import BaseModel
 from hf_posenc.modules import PositionEmbedding, PositionModule
-from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.registry import family_for, scheme_class, supported_model_types
 from hf_posenc.upstream.derived_classes import stock_class
 
 README = Path(__file__).parents[2] / "README.md"
@@ -108,6 +108,10 @@ LOSES_NUMBERS = {
 """Types that cannot cache numbers beside their keys: latent attention, keys that layers or experts share, no cache."""
 
 
+FOLLOWING = tuple(scheme for scheme in SCHEMES if scheme_class(scheme)().acts_on.keeps_frequencies())
+"""Schemes that rotate by the base's own frequencies, at the call."""
+NORMS_AFTER_ROTATION = {"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"}
+"""Types whose queries and keys are normed after they are rotated, dimension by dimension."""
 PARTED_BY_US = {"bloom", "mpt", "openai-gpt", "xglm"}
 """Types in which they do so in a stock model only."""
 
@@ -148,6 +152,8 @@ def oracle(model_type, scheme, patched=None, change=lambda model: model):
     """
     stock = decoder(model_type, **(WITHOUT_TEMPERATURE.get(model_type, {}) if scheme not in ROTARY_SCHEMES else {}))
     family, ids = family_for(model_type), tokens()[:, :PREFIX]
+    if scheme in FOLLOWING:  # `check` compares them with the stock model itself
+        return None
     if scheme in JOINING:  # their formula needs what enters an attention: test_formulas.py
         return None
     if scheme in ROTARY_SCHEMES:
@@ -375,6 +381,13 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         with pytest.raises(hf_posenc.UnsupportedModelError, match=r"itself (norms|multiplies)"):
             patch_model(model, scheme, **hyperparameters(model_type, scheme))
         return
+    if scheme in FOLLOWING and model_type in NORMS_AFTER_ROTATION | SCALES_QUERIES:
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=r"after their rotation|itself multiplies"):
+            patch_model(model, scheme, **hyperparameters(model_type, scheme))
+        return
+    if scheme in FOLLOWING and family_for(model_type).rotation.rotary is not None:
+        with torch.no_grad(), hf_posenc.patched(model, scheme, near=LENGTH):
+            assert relative(out(model(ids, use_cache=False)), before) <= 1e-6
     patch_model(model, scheme, seed=0, **hyperparameters(model_type, scheme))
     randomize(model)
     report = verify(model)
@@ -388,7 +401,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         assert (
             expected is not None
             or family.always_replaced
-            or scheme in JOINING
+            or scheme in JOINING + FOLLOWING
             or (scheme in ROTARY_SCHEMES and family.rotation.rotary is None)
         )
         if expected is not None:
