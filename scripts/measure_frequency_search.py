@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=2, help="windows among them that only judge")
     parser.add_argument("--population", type=int, default=32, help="of the evolution")
     parser.add_argument("--iterations", type=int, default=6, help="of the evolution")
-    parser.add_argument("--refinements", type=int, default=0, help="of the divide and conquer")
+    parser.add_argument("--increments", type=int, default=10, help="of the divide and conquer")
     parser.add_argument("--json", type=Path, required=True, help="results")
     options = parser.parse_args()
 
@@ -43,7 +43,7 @@ def main() -> int:
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
     unseen, rest = ids[: options.measured], ids[options.measured :]
     strategies = (
-        DivideAndConquer(refinements=options.refinements),
+        DivideAndConquer(increments=options.increments),
         Evolution(population=options.population, iterations=options.iterations, parents=8, mutations=8, crossovers=8),
     )
     rows = []
