@@ -33,17 +33,31 @@ def start_factors(frequencies: Sequence[float], length: int, scale: float) -> di
     """Return the factors of named methods that extend a context.
 
     `pi`: position interpolation, Chen et al. 2023, arXiv:2306.15595. `ntk` and `yarn`: Peng et al. 2023,
-    arXiv:2309.00071, sections 3.1 and 3.2, with YaRN's ramp between 32 turns and 1 turn of the trained length.
+    arXiv:2309.00071, sections 3.1 and 3.2, with YaRN's ramp between 32 turns and 1 turn of the trained length. These
+    two are given for the scale and for its halves above 1, as in `yarn 4`, because small models do best with less.
 
     Args:
         frequencies: frequencies of the base without scaling, a falling geometric series, in radians per token, (F,).
         length: length in tokens at which the base was trained.
         scale: the wanted length relative to this length, above 1.
     """
-    count = len(frequencies)
-    ntk = tuple(scale ** (u / max(1, count - 1)) for u in range(count))
-    if count == 1:
-        return {"pi": (scale,), "ntk": (scale,), "yarn": (scale,)}
+    found = {"pi": (scale,) * len(frequencies)}
+    while scale > 1:
+        found[f"ntk {scale:g}"] = _ntk(len(frequencies), scale)
+        found[f"yarn {scale:g}"] = _yarn(frequencies, length, scale)
+        scale /= 2
+    return found
+
+
+def _ntk(count: int, scale: float) -> Factors:
+    """Return the factors of NTK-aware scaling."""
+    return tuple(scale ** (u / (count - 1)) for u in range(count)) if count > 1 else (scale,)
+
+
+def _yarn(frequencies: Sequence[float], length: int, scale: float) -> Factors:
+    """Return the factors of YaRN."""
+    if len(frequencies) == 1:
+        return (scale,)
     ratio = math.log(frequencies[0] / frequencies[1])
 
     def pair_with(turns: float) -> float:
@@ -52,8 +66,8 @@ def start_factors(frequencies: Sequence[float], length: int, scale: float) -> di
 
     # transformers and the authors limit the index by the size of the head, which never acts with fewer pairs.
     low, high = max(math.floor(pair_with(32)), 0), math.ceil(pair_with(1))
-    ramp = [min(1.0, max(0.0, (u - low) / ((high - low) or 1e-3))) for u in range(count)]
-    return {"pi": (scale,) * count, "ntk": ntk, "yarn": tuple(1 / (r / scale + 1 - r) for r in ramp)}
+    ramp = [min(1.0, max(0.0, (u - low) / ((high - low) or 1e-3))) for u in range(len(frequencies))]
+    return tuple(1 / (r / scale + 1 - r) for r in ramp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +77,8 @@ class Evolution:
     The first population has the factors of the base, PI, NTK and YaRN, and mutations of them. In each iteration the
     best become parents. A mutation draws some factors anew, between those of the neighbouring pairs. A crossover takes
     some factors from a second parent. Factors are from 1 to 1.25 times the extension of the context.
-    Deviations: no first tokens keep their positions. Children that were tried before are drawn again.
+    Deviations: no first tokens keep their positions. Children that were tried before are drawn again. NTK and YaRN are
+    also tried for half of the extension, a quarter, and so on.
     Source: Ding et al. 2024, LongRoPE, arXiv:2402.13753, section 3.2, and the authors' code.
 
     Args:
@@ -99,9 +114,9 @@ class Evolution:
                 f"{self.crossovers}"
             )
 
-    def trials(self, pairs: int) -> int:
-        """Return the largest number of factors that a search tries."""
-        return self.population + self.iterations * (self.mutations + self.crossovers)
+    def trials(self, pairs: int, starts: int) -> int:
+        """Return the largest number of factors that a search tries, for some numbers of pairs and of `starts`."""
+        return max(starts, self.population) + self.iterations * (self.mutations + self.crossovers)
 
     def search(self, starts: Sequence[Factors], scale: float, least: Factors, loss: Loss) -> None:
         """Call `loss` with factors, in the order of the search.
@@ -157,10 +172,10 @@ class Evolution:
 class DivideAndConquer:
     """DCIS's search: factors of a segment of pairs move together, and the best segment is halved.
 
-    It starts from the best of base, PI, NTK and YaRN. The pairs are divided into two segments. To the factors of a
-    segment, the one with the lowest frequencies first, evenly spaced increments are added, and the best one stays. Each
-    half of the segment then searches around this increment, until the segments are single pairs. Factors can fall from
-    pair to pair.
+    It starts from the best of base, PI, NTK and YaRN, see `Evolution`. The pairs are divided into two segments. To the
+    factors of a segment, the one with the lowest frequencies first, evenly spaced increments are added, and the best
+    one stays. Each half of the segment then searches around this increment, until the segments are single pairs.
+    Factors can fall from pair to pair.
     Deviations: an increment stays only if it lowers the loss. `reach` is relative to the extension of the context; the
     authors take 5 for extensions of 8 and 16. No frequency exceeds pi.
     Source: Yang et al. 2024, DCIS, arXiv:2412.18811, and the authors' code.
@@ -186,9 +201,9 @@ class DivideAndConquer:
                 f"{self.refinements}"
             )
 
-    def trials(self, pairs: int) -> int:
-        """Return the largest number of factors that a search tries."""
-        return 4 + self.increments * (max(1, 2 * pairs - 2) + self.refinements * pairs)
+    def trials(self, pairs: int, starts: int) -> int:
+        """Return the largest number of factors that a search tries, see `Evolution`."""
+        return starts + self.increments * (max(1, 2 * pairs - 2) + self.refinements * pairs)
 
     def search(self, starts: Sequence[Factors], scale: float, least: Factors, loss: Loss) -> None:
         """Call `loss` with factors, in the order of the search, see `Evolution.search`."""

@@ -73,8 +73,8 @@ class FrequencySearch:
         scale: this length relative to the length at which the base was trained.
         before: loss of the base on the held-out windows, in nats per token.
         after: loss with the frequencies found, on the same windows, which have chosen them from `history`.
-        starts: name of the factors that the search began with (`base`, `pi`, `ntk`, `yarn`) -> loss on the searched
-            windows.
+        starts: name of the factors that the search began with (`base`, `pi`, `ntk 4`, `yarn 4`, ...) -> loss on the
+            searched windows.
         history: each new lowest loss on the searched windows, in order. The first entry is the base.
         trials: number of factors that were tried.
         strategy: the strategy, as text.
@@ -127,8 +127,8 @@ def search_frequencies(
     Nothing is trained, and the model stays as it is. Each trial patches the model with `rope` and divides the base's
     unscaled frequencies by a factor for each pair. So its loss is the one that `patch_model(model, result.scheme)`
     gives. The search begins with what the base does at this length, scaling included, and with the factors of PI, NTK
-    and YaRN. It lowers the loss of the searched windows. Of the tables that lowered it, the one with the lowest loss on
-    the held-out windows is returned; the base's own is among them.
+    and YaRN for this length and for its halves. It lowers the loss of the searched windows. Of the tables that lowered
+    it, the one with the lowest loss on the held-out windows is returned; the base's own is among them.
 
     Args:
         model: an unpatched model that rotates queries and keys, with a language-model head, on one device and not
@@ -176,7 +176,9 @@ def search_frequencies(
     least = tuple(w / math.pi for w in space.unscaled)
     with (
         evaluation(model),
-        tqdm(total=strategy.trials(len(least)), desc="frequencies", unit="trial", disable=not progress) as trials.bar,
+        tqdm(
+            total=strategy.trials(len(least), len(starts)), desc="frequencies", unit="trial", disable=not progress
+        ) as trials.bar,
     ):
         try:
             losses = {name: trials.loss(each) for name, each in starts.items()}

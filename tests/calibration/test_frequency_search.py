@@ -180,8 +180,9 @@ def test_factors_to_start_with_are_those_of_transformers():
     made = start_factors(unscaled, 512, 4.0)
     for name, kind, factor, length in (
         ("pi", "linear", 4.0, None),
-        ("yarn", "yarn", 4.0, None),
-        ("ntk", "dynamic", 4.0, 896),
+        ("yarn 2", "yarn", 2.0, None),
+        ("yarn 4", "yarn", 4.0, None),
+        ("ntk 4", "dynamic", 4.0, 896),
     ):
         config.rope_parameters = {"rope_type": kind, "factor": factor, **common}
         expected, _ = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)  # (4 * 896 / 512 - 3) is 4
@@ -201,7 +202,7 @@ def test_strategies_keep_their_promises(pairs):
 
     strategy = Evolution(population=20, iterations=20)
     strategy.search(starts, 4.0, (0.3,) * pairs, loss)
-    assert len(set(tried)) == len(tried) <= strategy.trials(pairs)
+    assert len(set(tried)) == len(tried) <= strategy.trials(pairs, len(starts))
     assert all(list(each) == sorted(each) and 1 <= each[0] and each[-1] <= 5 for each in tried)
     assert pairs == 1 or min(map(loss, list(tried))) < 0.2 * min(map(loss, starts))
     tried.clear()
@@ -216,7 +217,7 @@ def test_strategies_keep_their_promises(pairs):
     falling, strategy = list(reversed(goal)), DivideAndConquer(refinements=2)
     goal[:] = falling
     strategy.search(starts, 4.0, (0.3,) * pairs, loss)
-    assert len(set(tried)) <= strategy.trials(pairs)
+    assert len(set(tried)) <= strategy.trials(pairs, len(starts))
     best = min(set(tried), key=loss)
     assert all(abs(a - b) < 0.05 for a, b in zip(best, goal, strict=True))
 
