@@ -12,6 +12,8 @@ from .checkpoints.after_import import after_import
 _PUBLIC_NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
+    ".calibration.factor_search": "DivideAndConquer Evolution",
+    ".calibration.frequency_search": "FrequencySearch search_frequencies",
     ".calibration.layer_choice": "LayerChoice choose_layers",
     ".calibration.temperature_fit": "TemperatureFit fit_temperature",
     ".attention_call": "Call",

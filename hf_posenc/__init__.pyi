@@ -8,6 +8,11 @@ from .api import (
     unpatch_model as unpatch_model,
 )
 from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
+from .calibration.factor_search import DivideAndConquer as DivideAndConquer, Evolution as Evolution
+from .calibration.frequency_search import (
+    FrequencySearch as FrequencySearch,
+    search_frequencies as search_frequencies,
+)
 from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers as choose_layers
 from .calibration.temperature_fit import TemperatureFit as TemperatureFit, fit_temperature as fit_temperature
 from .attention_call import Call as Call

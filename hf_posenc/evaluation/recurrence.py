@@ -26,13 +26,14 @@ from ..api import schemes_of
 from ..errors import UnsupportedModelError
 from ..families.base import language_config
 from ..live.base_model import BaseModel
+from ..live.logits import IGNORED, token_losses
 from ..live.patch_record import without_adapter
 from ..measurement import Result
 from ..modules import PositionEmbedding
 from ..patching.changes import NoEmbedding
 from ..schemes.base import by_layer_type, depends_on_length
 from ..upstream.rotary import IdentityRotary
-from .batches import IGNORED, Reader, progress_bar, reading, token_losses
+from .batches import Reader, progress_bar, reading
 from .context import PositionLoss, check_documents, losses_by_position, position_edges
 from .perplexity import Perplexity
 

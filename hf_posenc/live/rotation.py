@@ -27,6 +27,7 @@ from ..upstream.rotary import (
     make_rotary,
     own_rotation,
     read_frequencies,
+    read_rotation,
     scaling_types,
     turned_dimensions,
 )
@@ -137,6 +138,17 @@ class BaseRotation:
                 )
             self._check_coordinates(scheme, self.make(parameters))  # `make` raises ValueError if it cannot
         return scheme
+
+    def at_length(self, scheme: RotaryScheme, length: int) -> dict[Any, tuple[tuple[float, ...], float]]:
+        """Return layer type -> frequencies and attention factor of a scheme in a context of `length` tokens.
+
+        The layer type is None where all layers rotate alike. A type that no layer has gets no frequencies.
+        """
+        parameters = self.parameters(self._complete(scheme))
+        assert parameters is not None
+        shape = (self.coordinates, 1, 1) if self.coordinates else (1, 1)
+        with torch.device("cpu"):
+            return read_rotation(self.make(parameters), parameters, torch.full(shape, length - 1))
 
     def is_stock(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> bool:
         """Return whether a stock class would rotate layers of a patched model as their fitted scheme does."""

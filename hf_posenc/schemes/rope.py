@@ -323,21 +323,17 @@ class Rope(RotaryScheme):
         parameters = {"rope_type": "default"} if scaling == "none" else scaling
         beside = {field: self._of_type(field, layer_type) for field in _BESIDE}
         if _are_numbers(frequencies := self._of_type("frequencies", layer_type)):
-            parameters = _as_longrope(frequencies, beside["rope_theta"])
+            factors = longrope_factors(frequencies, beside["rope_theta"])
+            # without factor transformers warns
+            parameters = {"rope_type": "longrope", **factors, "attention_factor": 1.0, "factor": 1.0}
         return {**parameters, **beside}
 
 
-def _as_longrope(frequencies: Sequence[float], theta: float) -> RopeParameters:
-    """Return `rope_parameters` with which transformers rotates by these frequencies, in contexts of any length."""
+def longrope_factors(frequencies: Sequence[float], theta: float) -> RopeParameters:
+    """Return the factors of a `longrope` that rotates by these frequencies, in contexts of any length."""
     count = len(frequencies)
     factors = [theta ** (-u / count) / w if w else UNROTATED for u, w in enumerate(frequencies)]
-    same = {"short_factor": factors, "long_factor": [*factors]}
-    return {
-        "rope_type": "longrope",
-        **same,
-        "attention_factor": 1.0,
-        "factor": 1.0,
-    }  # without factor transformers warns
+    return {"short_factor": factors, "long_factor": [*factors]}
 
 
 def _are_numbers(frequencies: object) -> bool:

@@ -242,7 +242,7 @@ def read_frequencies(rotary: nn.Module, parameters: RopeParameters) -> dict[Any,
     found: dict[Any, tuple[tuple[float, ...], str | None]] = {}
     for layer_type, each in by_layer_type(parameters).items():
         prefix = "" if layer_type is None else f"{layer_type}_"
-        module = next((module for module in rotary.modules() if hasattr(module, f"{prefix}inv_freq")), None)
+        module = _module_with(rotary, f"{prefix}inv_freq")
         if module is None:  # no layer has this type
             found[layer_type] = (), f"no layer of this base has the type {layer_type}"
             continue
@@ -274,6 +274,35 @@ def frequency_table(rotary: nn.Module, layer_type: str | None) -> tuple[tuple[fl
     module = next(module for module in rotary.modules() if hasattr(module, f"{prefix}inv_freq"))
     frequencies: Tensor = getattr(module, f"{prefix}inv_freq")
     return tuple(frequencies.double().tolist()), float(getattr(module, f"{prefix}attention_scaling", 1.0))
+
+
+def _module_with(rotary: nn.Module, attribute: str) -> nn.Module | None:
+    """Return the part of a rotary module that has an attribute, or None."""
+    return next((module for module in rotary.modules() if hasattr(module, attribute)), None)
+
+
+@torch.no_grad()
+def read_rotation(
+    rotary: nn.Module, parameters: RopeParameters, position_ids: Tensor
+) -> dict[Any, tuple[tuple[float, ...], float]]:
+    """Return layer type -> frequencies and attention factor of a new rotary module in a context of some length.
+
+    Args:
+        rotary: a module of `make_rotary`, which changes if its frequencies depend on the length.
+        parameters: its `rope_parameters`.
+        position_ids: the last position of the context, (1, 1), or (coordinates, 1, 1).
+
+    Returns:
+        As `read_frequencies`, with the factor on cosines and sines in place of the obstacle.
+    """
+    for layer_type, each in by_layer_type(parameters).items():
+        if depends_on_length(each):
+            rotary(torch.zeros(1), position_ids, *([] if layer_type is None else [layer_type]))
+    found = {}
+    for layer_type, (frequencies, _) in read_frequencies(rotary, parameters).items():
+        name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
+        found[layer_type] = frequencies, float(getattr(_module_with(rotary, name), name, 1.0))
+    return found
 
 
 def scaling_types() -> tuple[str, ...]:

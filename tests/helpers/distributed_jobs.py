@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc import CheckpointError, Matching, calibrate, context_group, context_parallel, patch_model, shard_sequence
-from hf_posenc.evaluation import batches as forwards
 from hf_posenc.evaluation import induction_copy, measure_context
+from hf_posenc.live import logits as forwards
 from hf_posenc.modules import PositionModule
 
 IGNORED = -100

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import patch_model, patched, theory
-from hf_posenc.evaluation import measure_recurrence, sliding_window_perplexity
+from hf_posenc.evaluation import measure_recurrence, non_overlapping_perplexity, sliding_window_perplexity
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,6 +114,23 @@ def test_chosen_layers_are_compared_with_even_ones(script, tiny_checkpoints):
         assert measured["base"] == pytest.approx(model(unseen, labels=unseen).loss.item(), abs=1e-4)
         patch_model(model, "nope", layers=even["layers"])
         assert even["plain"] == pytest.approx(model(unseen, labels=unseen).loss.item(), abs=1e-4)
+
+
+def test_searched_frequencies_are_measured_on_text_that_no_search_read(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 40)
+    sizes = ("--search", 80, "--lengths", 24, 80, "--measured", 100, "--windows", 2, "--held-out", 1)
+    few = ("--population", 5, "--iterations", 1, "--increments", 2)
+    script("measure_frequency_search", tiny_checkpoints / "llama", text, *sizes, *few, "--json", found)
+    measured = json.loads(found.read_text())
+    assert shape_of(measured) == shape_of(json.loads((ROOT / "docs/measured/frequencies_stories260K.json").read_text()))
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text(), return_tensors="pt").input_ids[0]
+    row = measured["rows"][0]
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama").eval()
+    patch_model(model, "rope", frequencies=row["search"]["frequencies"])
+    expected = non_overlapping_perplexity(model, ids[:100], length=80).perplexity
+    assert row["perplexities"]["80"] == pytest.approx(expected, rel=1e-5)
+    assert [each["search"]["strategy"].split("(")[0] for each in measured["rows"]] == ["DivideAndConquer", "Evolution"]
 
 
 def test_decay(script, tiny_checkpoints):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig
 
-from hf_posenc.evaluation import batches as forwards
 from hf_posenc.evaluation import non_overlapping_perplexity, sliding_window_perplexity
+from hf_posenc.live import logits as forwards
 
 # Float64 models, but transformers computes norms, rotary angles and some softmaxes in float32 whatever the model's
 # dtype, and a float32 round-off (6e-8) depends on the shape it is computed in. Relative, on sums over tens of tokens.

@@ -393,6 +393,35 @@ def _(folder):
     assert "temperature" in shown.getvalue()
 
 
+# What search_frequencies takes.
+
+
+def searched(model="llama", text=3, length=80, **options):
+    """The result of a search on random text; models are trained at 64 tokens."""
+    strategy = hf_posenc.Evolution(population=5, iterations=1, mutations=1, crossovers=0)
+    return hf_posenc.search_frequencies(
+        tiny(model), tokens(3, 90, seed=text), length, **{"strategy": strategy} | options
+    )
+
+
+@shows(
+    "search_frequencies", "model", "tokens", "length", "strategy", "layer_type", "held_out", "state_file", "progress"
+)
+def _(folder):
+    refuses(hf_posenc.UnsupportedModelError, searched, "gpt2")
+    usual, shown = searched(), io.StringIO()
+    assert searched(text=4).before != usual.before
+    assert searched(length=70).before != usual.before
+    assert searched(strategy=hf_posenc.DivideAndConquer(increments=2)).strategy != usual.strategy
+    assert list(searched("gemma3", layer_type="full_attention").frequencies) == ["full_attention"]
+    refuses(ValueError, searched, layer_type="full_attention")
+    assert searched(held_out=2).before != usual.before
+    with contextlib.redirect_stderr(shown):
+        assert searched(state_file=folder / "state.json", progress=True) == usual
+    assert (folder / "state.json").exists()
+    assert "frequencies" in shown.getvalue()
+
+
 # What from_pretrained, inspect and export_stock take.
 
 

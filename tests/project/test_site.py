@@ -37,7 +37,17 @@ def test_the_reference_has_every_public_name_once():
     found = Counter(name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE))
     wanted = {f"{scheme_class(name).__module__}.{scheme_class(name).__name__}" for name in available_schemes()}
     elsewhere = {  # also names of hf_posenc
-        "hf_posenc.calibration": {"calibrate", "choose_layers", "Calibration", "LayerChoice", "Matching"},
+        "hf_posenc.calibration": {
+            "calibrate",
+            "choose_layers",
+            "search_frequencies",
+            "Calibration",
+            "DivideAndConquer",
+            "Evolution",
+            "FrequencySearch",
+            "LayerChoice",
+            "Matching",
+        },
         "hf_posenc.families": {"Family"},
     }
     for module in (
