@@ -89,8 +89,8 @@ class Positions:
         window: (B|1, 1) sliding window: a query sees a key if its slot is less than `window` behind the query's.
         query_resumed: (B|1, Q) the count of `generate` when it goes on after right padding: 1 at the first token behind
             the last padding. Before that padding it is the position.
-        key_kept: (B|1, L) True for keys that stay visible behind the window, the first tokens of each document. None
-            means no such keys.
+        key_reach: (B|1, L) largest distance at which a key is seen, for keys that stay visible behind the window, the
+            first tokens of each document; `NO_WINDOW` for all other keys. None means no such keys.
     """
 
     query_positions: Tensor
@@ -103,7 +103,12 @@ class Positions:
     key_segment: Tensor
     window: Tensor
     query_resumed: Tensor
-    key_kept: Tensor | None = None
+    key_reach: Tensor | None = None
+
+    @property
+    def key_kept(self) -> Tensor | None:
+        """True for keys that stay visible behind the window, (B|1, L); None means no such keys."""
+        return None if self.key_reach is None else self.key_reach < NO_WINDOW
 
     @classmethod
     def causal(
@@ -124,8 +129,14 @@ class Positions:
         return unpack(pack(index[:, key_length - query_length :], index), query_length)
 
     def distance(self) -> Tensor:
-        """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless for invisible keys."""
-        return (self.query_positions[:, :, None] - self.key_positions[:, None, :])[:, None]
+        """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless for invisible keys.
+
+        Keys that stay visible behind the window are no further than their `key_reach`.
+        """
+        distance = self.query_positions[:, :, None] - self.key_positions[:, None, :]
+        if self.key_reach is not None:
+            distance = distance.minimum(self.key_reach[:, None, :])
+        return distance[:, None]
 
     def positions_of_keys(self) -> Tensor:
         """Return the positions of the keys, (B|1, L) int32."""
@@ -147,6 +158,9 @@ class Positions:
     def within(self, window: int, kept_first: int = 0) -> Positions:
         """Return these positions with a sliding window of at most this many tokens.
 
+        Behind the window, the tokens that stay visible are as far as if nothing stood between them and the window.
+        So distances are those inside a cache of both, as in StreamingLLM (Xiao et al. 2023, section 3.2).
+
         Args:
             window: number of tokens.
             kept_first: number of tokens at the start of each document that stay visible. Padding does not count.
@@ -157,7 +171,9 @@ class Positions:
         count = self.key_valid.cumsum(-1)
         starts = torch.nn.functional.pad(self.key_segment[:, 1:] != self.key_segment[:, :-1], (1, 0), value=True)
         before = torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values  # tokens of other documents
-        return replace(windowed, key_kept=self.key_valid & (count - before <= kept_first))
+        rank = count - before  # 1 at the first token of a document, int64
+        reach = (windowed.window + (kept_first - rank)).clamp(max=NO_WINDOW - 1).to(self.key_positions.dtype)
+        return replace(windowed, key_reach=torch.where(self.key_valid & (rank <= kept_first), reach, NO_WINDOW))
 
     def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> Positions:
         """Return the positions of some of the queries and keys, given as slices or indices (N,)."""
@@ -171,7 +187,7 @@ class Positions:
             key_index=self.key_index[:, keys],
             key_valid=self.key_valid[:, keys],
             key_segment=self.key_segment[:, keys],
-            key_kept=None if self.key_kept is None else self.key_kept[:, keys],
+            key_reach=None if self.key_reach is None else self.key_reach[:, keys],
         )
 
     def divided_at(self, starts: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/calibrate_measured.md from docs/measured: calibration_*.json, which measure_calibration.py
-makes, and check_*.json, which check_calibration.py makes.
+makes, check_*.json, which check_calibration.py makes, and mixtures_*.json, which measure_mixtures.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,6 +23,7 @@ PAGE = ROOT / "docs/calibrate_measured.md"
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
 CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
+MIXED = ("stories260K",)
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
 
 
@@ -96,13 +97,40 @@ def checked() -> str:
     return "\n".join(lines)
 
 
+def mixtures(name: str) -> str:
+    """The table of mixtures on one base: means and standard deviations over the seeds, and paired differences."""
+    measured = json.loads((ROOT / f"docs/measured/mixtures_{name}.json").read_text(encoding="utf-8"))
+    seeds, tokens = measured["settings"]["seeds"], measured["settings"]["tokens"]
+    lengths = list(next(iter(measured["runs"].values()))["before"])
+    head = [f"at {int(n):,} {when}" for n in lengths for when in ("before", f"after {tokens:,}")]
+    head = ["", *head, f"difference at {int(lengths[-1]):,}, after"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for variant in dict.fromkeys(key.rpartition(", seed ")[0] for key in measured["runs"]):
+        runs = [measured["runs"].get(f"{variant}, seed {seed}") for seed in seeds]
+        if None in runs:
+            continue  # not all seeds yet
+        cells = [f"`{variant}`" if variant != "base" else "the base"]
+        for length in lengths:
+            for when in ("before", "after"):
+                losses = [run[when][length] for run in runs if run is not None]
+                cells.append("" if None in losses else f"{mean(losses):.3f} ± {stdev(losses):.3f}")
+        apart = []
+        for pair, found in measured["differences"].items():
+            one, _, other = pair.partition(" less ")
+            if one == variant and (less := found.get(f"after, {lengths[-1]}")) is not None:
+                apart.append(f"{less['mean']:+.3f} ± {less['deviation']:.3f} to {other}")
+        lines.append(f"| {' | '.join([*cells, '; '.join(apart)])} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
     check, current = parser.parse_args().check, True
-    for name in ("checked", *BASES):
-        part = checked() if name == "checked" else table(name)
+    parts = {"checked": checked()} | {name: table(name) for name in BASES}
+    parts |= {f"mixtures {name}": mixtures(name) for name in MIXED}
+    for name, part in parts.items():
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
         current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", part, check=check)
     if check and not current:

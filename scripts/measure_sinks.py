@@ -6,7 +6,8 @@ python scripts/measure_sinks.py CHECKPOINT TEXT --json found.json
 The model gets a scheme with a sliding window, and reads the text as one sequence with an `EndlessCache`. For each
 number of sinks the JSON file has, section by section, the mean loss of the next token in nats, the keys that a layer
 holds, and the peak memory of the process so far. A scheme that is not the model's own is calibrated by closed forms
-(`--calibrate`), on text behind that which is read.
+(`--calibrate`), on the end of the text, which is not read. A text that is too short is read again from its beginning:
+no layer sees further back than its window.
 """
 
 from __future__ import annotations
@@ -75,10 +76,13 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     text = options.text.read_text(encoding="utf-8")
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    ids, more = ids[: options.tokens + 1], ids[options.tokens + 1 :][: options.calibrate * 512].view(-1, 512)
-    if len(ids) <= options.tokens or len(more) < options.calibrate:
-        parser.error(f"{options.text} has too few tokens for {options.tokens} and {options.calibrate} windows of 512")
+    read_once = len(ids) - options.calibrate * 512
+    if read_once < 1:
+        parser.error(f"{options.text} has too few tokens for {options.calibrate} windows of 512")
+    ids, more = ids[:read_once], ids[read_once:].view(-1, 512)
+    ids = ids.repeat(options.tokens // read_once + 1)[: options.tokens + 1]
     found: dict[str, Any] = {"checkpoint": Path(options.checkpoint).name, "torch": torch.__version__, "sinks": {}}
+    found["tokens_of_text"] = read_once
     for sinks in options.sinks:
         print(f"window {options.window}, sinks {sinks}")
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).eval()

@@ -1,6 +1,8 @@
 """What every test relies on: no network, two threads or workers; and what the tests of the recipes share."""
 
+import importlib
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -48,6 +50,25 @@ def recipes(monkeypatch, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     yield RECIPES
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def recipe(recipes):
+    """The module of `hf-posenc extend`."""
+    return importlib.import_module("hf_posenc.recipes.extend_context")
+
+
+@pytest.fixture
+def trained_tokens(text):
+    """Tokens of `text` that a run with seed 0 trains on, split as the recipe does.
+
+    Documents are in an order of the seed, the last ones held out until there are 200 tokens.
+    """
+    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
+    documents = [[*tokenizer(part).input_ids, 256] for part in text.read_text().split("\f")]
+    shuffled = list(range(12))
+    random.Random(0).shuffle(shuffled)
+    return [token for index in sorted(shuffled[:-1]) for token in documents[index]]
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ def _seen(positions: Positions, queries: slice) -> slice | Tensor:
     end = int((key_index <= index.max()).sum(-1).max())
     first = int((key_index <= index.min() - positions.window.max()).sum(-1).min())
     first = min(first, end)
-    if positions.key_kept is None or not bool(positions.key_kept[:, :first].any()):
+    stay = positions.key_kept
+    if stay is None or not bool(stay[:, :first].any()):
         return slice(first, end)
-    kept = positions.key_kept[:, :first].any(0).nonzero()[:, 0]
+    kept = stay[:, :first].any(0).nonzero()[:, 0]
     return torch.cat([kept, torch.arange(first, end, device=kept.device)])

@@ -299,7 +299,7 @@ class Clamped(Distances):
         return at, self.leak * at.to(wide_dtype(at.device))
 
     def variant(self, call: Call) -> Tensor:
-        return (call.positions.distance() >= self.near).to(torch.uint8)
+        return (own_distance(call) >= self.near).to(torch.uint8)
 
     def keeps(self, last: int, farthest: int) -> bool:
         return farthest <= self.near
@@ -319,7 +319,7 @@ class Grouped(Distances):
         return at, at // self.group
 
     def variant(self, call: Call) -> Tensor:
-        return (call.positions.distance() >= self.near).to(torch.uint8)
+        return (own_distance(call) >= self.near).to(torch.uint8)
 
     def keeps(self, last: int, farthest: int) -> bool:
         return farthest < self.near
@@ -351,6 +351,11 @@ class Chunks(Distances):
 def key_positions(call: Call) -> Tensor:
     """Return the positions of the keys, (B|1, L), 0 for padding."""
     return call.positions.positions_of_keys().clamp(min=0)
+
+
+def own_distance(call: Call) -> Tensor:
+    """Return query position minus key position, (B|1, 1, Q, L), also of first tokens that stay behind a window."""
+    return call.positions.query_positions.clamp(min=0)[:, None, :, None] - key_positions(call)[:, None, None]
 
 
 class Rotated(ScoreModule):

@@ -63,7 +63,7 @@ class EndlessCache(Cache):
     """A cache of constant size for texts without end: it holds the first `sinks` keys and the last `window - 1`.
 
     Give it to `model(...)` or `model.generate(...)` as `past_key_values`. What a model computes with it equals what it
-    computes without a cache, because no layer sees the dropped keys. Keys stay rotated at their own positions;
+    computes without a cache, because no layer sees the dropped keys. Rotated keys keep their own positions;
     StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) rotates them by their place in the cache instead. With padding it
     also holds the slots of padding before the first tokens; pass `attention_mask` (B, all tokens) in every call then.
 

@@ -36,7 +36,7 @@ from distributed_jobs import (
 from families import FAMILIES, tiny
 from matrix import matrix
 from processes import Processes
-from situations import BASES, CASES, NORMED, SCHEMES, SCORE_SCHEMES
+from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES, is_refused
 
 import hf_posenc
 from hf_posenc import context_group, context_parallel, shard_sequence
@@ -182,8 +182,8 @@ def test_fast_engines_take_contiguous_shards(pair, case, attention):
 
 @matrix(family=FAMILIES, kind=["plain", "packed", "left"], case=CASES, strength=1, times=0, slow=4)
 def test_every_family_shares_sequences(pair, family, kind, case):
-    if CASES[case][0] == "qk_norm" and family in NORMED:
-        pytest.skip("refused: the family norms queries and keys itself")
+    if is_refused(CASES[case][0], tiny(family)):
+        pytest.skip("the base refuses the scheme")
     if (family, kind) == ("opt", "packed"):
         pytest.skip("transformers' OPT does not see packed documents in one process: there is nothing to compare with")
     more, tolerance = dict(CAPPED.get(family, {})), ROUNDED

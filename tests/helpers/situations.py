@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import available_schemes, patch_model
+from hf_posenc.live.base_model import BaseModel
 from hf_posenc.modules import PositionModule
 from hf_posenc.placement import Nowhere, OnHidden, OnRotary, Placement
 from hf_posenc.registry import scheme_class
@@ -44,8 +45,6 @@ OWN_ATTENTION = tuple(
 """Cases whose layers attend through the package's attention function."""
 ORDER_ONLY = tuple(scheme for scheme, row in ROWS.items() if not row.spacing)
 """Schemes to which the order of positions matters at most, not how far apart they are."""
-NORMED = ("qwen3", "gemma3", "olmo2", "llama4")
-"""Families that norm queries and keys themselves."""
 BASES = ("gpt2", "llama")
 
 # Two ways of computing one thing in the same dtype differ by the order of sums only. Logits of these models are of the
@@ -72,15 +71,20 @@ def randomize(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
 def patched_model(case: str, family: str, **config: Any) -> PreTrainedModel:
     """Return a tiny model patched with a row of `CASES`, its position parameters at random, in eval mode."""
     scheme, hyperparameters = CASES[case]
-    skip_if_refused(scheme, family)
     model = tiny(family, **config)
+    skip_if_refused(scheme, model)
     model.generation_config.eos_token_id = None  # sequences of equal length
     return randomize(patch_model(model, scheme, seed=0, **hyperparameters))
 
 
-def skip_if_refused(scheme: str, family: str) -> None:
-    """Skip a test of a scheme on a family that it refuses; test_qk_norm.py has the refusal."""
-    if scheme == "qk_norm" and family in NORMED:
+def is_refused(scheme: str, model: PreTrainedModel) -> bool:
+    """Return whether a stock model norms queries and keys itself, and the scheme does so too; see test_qk_norm.py."""
+    return scheme == "qk_norm" and bool(BaseModel.of(model).normed)
+
+
+def skip_if_refused(scheme: str, model: PreTrainedModel) -> None:
+    """Skip a test of a scheme on a stock model that refuses it."""
+    if is_refused(scheme, model):
         pytest.skip("the base norms queries and keys itself")
 
 

@@ -268,3 +268,33 @@ def test_training(tmp_path):
     assert "seed" not in run("--claims", "factors multiply").stderr
     assert "other settings" in run("--width", 32).stderr
     assert json.loads(found.read_text())["runs"] == runs
+
+
+@pytest.mark.slow
+def test_mixtures_are_fine_tuned_with_several_seeds(script, tiny_checkpoints):
+    """Losses before are the base's own, differences are paired, and runs that are there are not made again."""
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("\n\n".join("It was a bright cold day in April, and the clocks were striking." for _ in range(150)))
+    few = ("--tokens", 600, "--steps", 1, "--calibrate-windows", 12, "--seeds", 0, 1, "--json", found)
+    arguments = (tiny_checkpoints / "llama", text, *few, "--variants", "base", "forgetting")
+    script("measure_mixtures", *arguments)
+    measured = json.loads(found.read_text())
+    assert set(measured["runs"]) == {f"{name}, seed {seed}" for name in ("base", "forgetting") for seed in (0, 1)}
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+    ids = [i for part in text.read_text().split("\n\n")[135:] for i in tokenizer(part).input_ids]
+    length = model.config.max_position_embeddings
+    with torch.no_grad():
+        windows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+        expected = model(windows, labels=windows).loss.item()
+    runs = [measured["runs"][f"base, seed {seed}"] for seed in (0, 1)]
+    assert [run["before"][str(length)] for run in runs] == [pytest.approx(expected, abs=1e-3)] * 2
+    assert runs[0]["after"] != runs[1]["after"]
+    when = f"after, {length}"
+    less = [
+        measured["runs"][f"forgetting, seed {s}"]["after"][str(length)] - runs[s]["after"][str(length)] for s in (0, 1)
+    ]
+    assert measured["differences"]["forgetting less base"][when]["mean"] == pytest.approx(sum(less) / 2, abs=1e-4)
+
+    script("measure_mixtures", *arguments)
+    assert json.loads(found.read_text()) == measured

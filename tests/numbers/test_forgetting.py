@@ -1,62 +1,31 @@
 """`forgetting` beside other positions computes the paper's formula, whatever keeps its gates: no cache, or any kind."""
 
 import copy
+import math
 
 import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
+from literal_attention import BESIDE, assert_same_gradients, attend_literally, peer_beside, products
 from situations import distance, randomize
 from torch.nn import functional as F
-from transformers import AttentionInterface, Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
 from hf_posenc.engines import dispatch
 from hf_posenc.schemes import Alibi, Forgetting, Nope, Rope
-from hf_posenc.schemes.alibi import alibi_slopes
-
-BESIDE = {
-    "the-base": lambda: [],
-    "rope": lambda: [Rope(rope_theta=50.0)],
-    "nope": lambda: [Nope()],
-    "alibi": lambda: [Alibi()],
-}
 
 
 def attentions_of(model):
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
 
 
-def literal_attention(gates, slopes=None, sinks=False):
-    """Causal attention in float64, one head and one query at a time. `gates`: layer -> gates (B, T, H), not their logs."""
-
-    def attend(module, query, key, value, attention_mask, *, scaling, s_aux=None, **_):
-        shared_by, forget, heads = query.shape[1] // key.shape[1], gates[module.layer_idx], []
-        for h in range(query.shape[1]):
-            k, v, rows = key[:, h // shared_by], value[:, h // shared_by], []
-            for i in range(query.shape[2]):
-                scores = []
-                for j in range(i + 1):
-                    kept = torch.ones_like(forget[:, 0, h])
-                    for token in range(j + 1, i + 1):
-                        kept = kept * forget[:, token, h]
-                    bias = kept.log() - (0 if slopes is None else slopes[h] * (i - j))
-                    scores.append((query[:, h, i] * k[:, j]).sum(-1) * scaling + bias)
-                if sinks:
-                    scores.append(s_aux[h].expand_as(scores[0]))
-                weights = torch.stack(scores, -1).softmax(-1)[:, : i + 1]
-                rows.append((weights[..., None] * v[:, : i + 1]).sum(1))
-            heads.append(torch.stack(rows, 1))
-        return torch.stack(heads, 2), None
-
-    return attend
-
-
 def literal(peer, weights, biases, **options):
     """Let a model attend literally, with gates of the hidden states that enter each attention."""
-    gates = {}
+    gates = {}  # layer -> gates (B, T, H), not their logarithms
 
     def note(module, args, kwargs):
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -65,9 +34,16 @@ def literal(peer, weights, biases, **options):
 
     for attention in attentions_of(peer):
         attention.register_forward_pre_hook(note, with_kwargs=True)
-    AttentionInterface.register("literal_forgetting", literal_attention(gates, **options))
-    peer.set_attn_implementation("literal_forgetting")
-    return peer
+
+    def scores(module, query, key, h, i, scaling):
+        forget = gates[module.layer_idx][..., h]
+        kept = [
+            math.prod((forget[:, t] for t in range(j + 1, i + 1)), start=torch.ones_like(forget[:, 0]))
+            for j in range(i + 1)
+        ]
+        return products(query, key, h, i) * scaling + torch.stack(kept, -1).log()
+
+    return attend_literally(peer, scores, **options)
 
 
 def gate_parameters(model):
@@ -84,25 +60,15 @@ def test_logits_and_gradients_are_those_of_the_formula(beside, family):
     model = randomize(patch_model(tiny(family).double(), [*BESIDE[beside](), Forgetting()]))
     assert verify(model).ok
     weights, biases = gate_parameters(model)
-    peer = tiny(family).double()
-    if beside == "alibi":
-        patch_model(peer, "nope")
-    elif beside != "the-base":
-        patch_model(peer, BESIDE[beside]())
-    literal(peer, weights, biases, slopes=alibi_slopes(4) if beside == "alibi" else None)
+    peer, slopes = peer_beside(beside, family)
+    literal(peer, weights, biases, slopes=slopes)
 
     actual, expected = model(ids, use_cache=False).logits, peer(ids, use_cache=False).logits
     assert distance(actual, expected) < 1e-9
     without = patch_model(tiny(family).double(), BESIDE[beside]()) if BESIDE[beside]() else tiny(family).double()
     assert distance(without(ids, use_cache=False).logits, expected) > 1e-3, "without gates it is the same"
 
-    direction = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    (actual * direction).sum().backward()
-    (expected * direction).sum().backward()
-    ours = {name: p.grad for name, p in model.named_parameters()}
-    for name, parameter in peer.named_parameters():
-        if parameter.grad is not None:
-            assert distance(ours[name], parameter.grad) < 1e-8, name
+    assert_same_gradients(model, actual, peer, expected)
     for attention, weight, bias in zip(attentions_of(model), weights, biases, strict=True):
         tokens_module = attention.posenc_additions.forgetting.tokens
         assert distance(tokens_module.weight.grad, weight.grad) < 1e-8

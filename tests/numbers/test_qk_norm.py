@@ -6,17 +6,17 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
+from literal_attention import BESIDE, assert_same_gradients, attend_literally, peer_beside
 from matrix import matrix
 from situations import distance, randomize
 from torch import nn
-from transformers import AttentionInterface, DynamicCache, Olmo2Config, Qwen3Config
+from transformers import DynamicCache, Olmo2Config, Qwen3Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
-from hf_posenc.schemes import Alibi, Nope, QKNorm, Rope, Temperature
-from hf_posenc.schemes.alibi import alibi_slopes
+from hf_posenc.schemes import Nope, QKNorm, Rope, Temperature
 
 EPS = 1e-3  # large enough to be seen
 NAMES = ("query_exponent", "key_exponent", "gain")
@@ -29,38 +29,18 @@ def literal_size(vectors, head, token, over):
     return sum(squares) / len(squares) + EPS
 
 
-def literal_attention(over, parameters, slopes=None):
-    """Causal attention in float64, one head and one query at a time. `parameters`: those of each layer."""
+def literal_scores(over, parameters):
+    """Scores of one query, from the parameters of each layer."""
 
-    def attend(module, query, key, value, attention_mask, *, scaling, **_):
+    def scores(module, query, key, h, i, scaling):
         a, b, gain = parameters[module.layer_idx]
         query = query * (scaling / module.scaling)  # OPT scales queries itself, and asks for a factor of 1
-        shared_by = query.shape[1] // key.shape[1]
-        heads = []
-        for h in range(query.shape[1]):
-            n = h // shared_by
-            k = torch.stack(
-                [key[:, n, j] / literal_size(key, n, j, over)[:, None] ** (b[n] / 2) for j in range(key.shape[2])], 1
-            )
-            rows = []
-            for i in range(query.shape[2]):
-                q = gain[h] * query[:, h, i] / literal_size(query, h, i, over)[:, None] ** (a[h] / 2)
-                scores = module.scaling * (k[:, : i + 1] @ q[..., None])[..., 0]
-                if slopes is not None:
-                    scores = scores - slopes[h] * torch.arange(i, -1, -1, dtype=scores.dtype)
-                rows.append((scores.softmax(-1)[..., None] * value[:, n, : i + 1]).sum(1))
-            heads.append(torch.stack(rows, 1))
-        return torch.stack(heads, 2), None
+        n = h // (query.shape[1] // key.shape[1])
+        q = gain[h] * query[:, h, i] / literal_size(query, h, i, over)[:, None] ** (a[h] / 2)
+        k = [key[:, n, j] / literal_size(key, n, j, over)[:, None] ** (b[n] / 2) for j in range(i + 1)]
+        return module.scaling * (torch.stack(k, 1) @ q[..., None])[..., 0]
 
-    return attend
-
-
-BESIDE = {
-    "the-base": lambda: [],
-    "rope": lambda: [Rope(rope_theta=50.0)],
-    "nope": lambda: [Nope()],
-    "alibi": lambda: [Alibi()],
-}
+    return scores
 
 
 def norms_of(model):
@@ -74,29 +54,16 @@ def test_logits_and_gradients_are_those_of_the_formula(over, beside, family):
     assert verify(model).ok
     randomize(model)
 
-    # The other positions by the stock or patched model, whose attention is written out above.
-    peer = tiny(family).double()
-    if beside == "alibi":
-        patch_model(peer, "nope")
-    elif beside != "the-base":
-        patch_model(peer, BESIDE[beside]())
+    peer, slopes = peer_beside(beside, family)
     literal = [[getattr(norm, name).detach().clone().requires_grad_() for name in NAMES] for norm in norms_of(model)]
-    slopes = alibi_slopes(4) if beside == "alibi" else None
-    AttentionInterface.register("literal_qk_norm", literal_attention(over, literal, slopes))
     without = copy.deepcopy(peer)(ids, use_cache=False).logits
-    peer.set_attn_implementation("literal_qk_norm")
+    attend_literally(peer, literal_scores(over, literal), slopes)
 
     actual, expected = model(ids, use_cache=False).logits, peer(ids, use_cache=False).logits
     assert distance(actual, expected) < 1e-9
     assert distance(without, expected) > 1e-2, "without the norm it is the same"
 
-    direction = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    (actual * direction).sum().backward()
-    (expected * direction).sum().backward()
-    ours = dict(model.named_parameters())
-    for name, parameter in peer.named_parameters():
-        if parameter.grad is not None:
-            assert distance(ours[name].grad, parameter.grad) < 1e-8, name
+    assert_same_gradients(model, actual, peer, expected)
     for norm, parameters in zip(norms_of(model), literal, strict=True):
         for name, parameter in zip(NAMES, parameters, strict=True):
             assert parameter.grad.abs().min() > 1e-6

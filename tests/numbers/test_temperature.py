@@ -7,14 +7,14 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
+from literal_attention import BESIDE, assert_same_gradients, attend_literally, peer_beside, products
 from situations import distance
-from transformers import AttentionInterface, DynamicCache, Llama4TextConfig
+from transformers import DynamicCache, Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
-from hf_posenc.schemes import Alibi, Nope, Rope, Temperature
-from hf_posenc.schemes.alibi import alibi_slopes
+from hf_posenc.schemes import Nope, Rope, Temperature
 
 LENGTH = 6
 STRENGTHS = (0.3, 1.1, 0.7, 2.0)
@@ -30,35 +30,6 @@ def literal_factor(kind, strength, length, n):
     }[kind]
 
 
-def literal_attention(factors, slopes=None):
-    """Causal attention in float64, one head and one query at a time. `factors`: (H, Q)."""
-
-    def attend(module, query, key, value, attention_mask, *, scaling, **_):
-        shared_by = query.shape[1] // key.shape[1]
-        heads = []
-        for h in range(query.shape[1]):
-            k, v = key[:, h // shared_by], value[:, h // shared_by]
-            rows = []
-            for i in range(query.shape[2]):
-                scores = factors[h][i] * scaling * (k[:, : i + 1] @ query[:, h, i, :, None])[..., 0]
-                if slopes is not None:
-                    scores = scores - slopes[h] * torch.arange(i, -1, -1, dtype=scores.dtype)
-                weights = scores.softmax(-1)
-                rows.append((weights[..., None] * v[:, : i + 1]).sum(1))
-            heads.append(torch.stack(rows, 1))
-        return torch.stack(heads, 2), None
-
-    return attend
-
-
-BESIDE = {
-    "the-base": lambda: [],
-    "rope": lambda: [Rope(rope_theta=50.0)],
-    "nope": lambda: [Nope()],
-    "alibi": lambda: [Alibi()],
-}
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("kind", ["constant", "log_n", "llama4", "scalable"])
@@ -72,30 +43,20 @@ def test_logits_and_gradients_are_those_of_the_formula(kind, beside, family):
     patch_model(model, schemes)
     assert verify(model).ok
 
-    # The other positions by the stock or patched model, whose attention is written out above.
-    peer = tiny(family).double()
-    if beside == "alibi":
-        patch_model(peer, "nope")
-    elif beside != "the-base":
-        patch_model(peer, BESIDE[beside]())
+    peer, slopes = peer_beside(beside, family)
     strength = torch.tensor(STRENGTHS, dtype=torch.float64, requires_grad=True)
     factors = [[literal_factor(kind, s, LENGTH, i + 1) for i in range(size)] for s in strength]
-    slopes = alibi_slopes(4) if beside == "alibi" else None
-    AttentionInterface.register("literal_temperature", literal_attention(factors, slopes))
-    peer.set_attn_implementation("literal_temperature")
 
+    def scores(module, query, key, h, i, scaling):
+        return factors[h][i] * scaling * products(query, key, h, i)
+
+    attend_literally(peer, scores, slopes)
     actual, expected = model(ids, use_cache=False).logits, peer(ids, use_cache=False).logits
     assert distance(actual, expected) < 1e-9
     without = patch_model(tiny(family).double(), BESIDE[beside]()) if BESIDE[beside]() else tiny(family).double()
     assert distance(without(ids, use_cache=False).logits, expected) > 1e-3, "without temperature it is the same"
 
-    direction = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    (actual * direction).sum().backward()
-    (expected * direction).sum().backward()
-    ours = {n.replace(".posenc_additions.temperature", ""): p.grad for n, p in model.named_parameters()}
-    for name, parameter in peer.named_parameters():
-        if parameter.grad is not None:
-            assert distance(ours[name], parameter.grad) < 1e-8, name
+    assert_same_gradients(model, actual, peer, expected)
     total = sum(p.grad for n, p in model.named_parameters() if n.endswith("temperature.strength"))
     assert distance(total, strength.grad) < 1e-8
 

@@ -83,8 +83,8 @@ def is_neutral(model, variant):
 @pytest.mark.parametrize(("family", "variant"), FAMILY_VARIANTS)
 def test_unpatch_restores_everything(family, variant):
     scheme, hyperparameters = VARIANTS[variant]
-    skip_if_refused(scheme, family)
     model = tiny(family)
+    skip_if_refused(scheme, model)
     before = snapshot(model)
     neutral = is_neutral(model, variant)
     assert patch_model(model, scheme, seed=0, **hyperparameters) is model
@@ -249,8 +249,8 @@ def test_a_failure_between_steps_leaves_the_model_as_it_was(monkeypatch, scheme,
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])
 def test_hooks_that_were_there_stay_and_ours_go(family, scheme):
     """Handles of hooks registered before, between and after stay valid, whatever the order of removal."""
-    skip_if_refused(scheme, family)
     model = tiny(family)
+    skip_if_refused(scheme, model)
     layer = model.get_submodule("transformer.h.0" if family == "gpt2" else "model.layers.0")
     calls = []
     early = layer.register_forward_pre_hook(lambda *_: calls.append("early"))

@@ -53,8 +53,9 @@ def test_a_working_patch_is_ok(family, variant):
     scheme, hyperparameters = VARIANTS[variant]
     if variant == "learned-short" and family == "opt":
         hyperparameters = {"num_positions": 9}
-    skip_if_refused(scheme, family)
-    model = patch_model(tiny(family), scheme, seed=0, **hyperparameters)
+    model = tiny(family)
+    skip_if_refused(scheme, model)
+    patch_model(model, scheme, seed=0, **hyperparameters)
     report = verify(model)
     assert report.ok, str(report)
     assert report

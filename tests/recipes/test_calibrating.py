@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -28,11 +27,6 @@ SWAP |= {"calibrate": "attention", "calibrate_steps": 2, "calibrate_windows": 12
 
 
 @pytest.fixture
-def recipe(recipes):
-    return importlib.import_module("hf_posenc.recipes.extend_context")
-
-
-@pytest.fixture
 def calls(monkeypatch):
     """What `hf_posenc.calibrate` was called with, and what it returned."""
     found, calibrate = [], hf_posenc.calibrate
@@ -46,17 +40,13 @@ def calls(monkeypatch):
     return found
 
 
-def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(recipe, tiny_checkpoints, text, calls):
+def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(
+    recipe, tiny_checkpoints, text, trained_tokens, calls
+):
     folder = tiny_checkpoints
     results = recipe.main(options(folder, text, folder / "out", **SWAP | {"calibrate_windows": 30}))
     ((tokens, keywords, report),) = calls
-    # As the recipe splits: documents in an order of the seed, the last ones held out until there are 200 tokens.
-    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
-    documents = [[*tokenizer(part).input_ids, 256] for part in text.read_text().split("\f")]
-    shuffled = list(range(12))
-    random.Random(0).shuffle(shuffled)
-    trained = [token for index in sorted(shuffled[:-1]) for token in documents[index]]
-    possible = {tuple(trained[start : start + 32]) for start in range(0, len(trained) - 31, 32)}
+    possible = {tuple(trained_tokens[start : start + 32]) for start in range(0, len(trained_tokens) - 31, 32)}
     drawn = [tuple(row) for row in tokens.tolist()]
     assert len(set(drawn)) == len(drawn) == 30
     assert set(drawn) <= possible

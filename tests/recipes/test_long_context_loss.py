@@ -16,11 +16,6 @@ def longce(recipes):
     return importlib.import_module("hf_posenc.recipes.long_context_loss")
 
 
-@pytest.fixture
-def recipe(recipes):
-    return importlib.import_module("hf_posenc.recipes.extend_context")
-
-
 def probability(model, tokens, target, ids=None):
     """Of a token after others, in float64."""
     more = {} if ids is None else {"position_ids": ids, "attention_mask": torch.ones_like(ids)}

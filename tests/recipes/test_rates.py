@@ -16,11 +16,6 @@ RATES = "1e-4 1e-2 10"
 RUN = {"scheme": "alibi", "recovery_steps": 0, "steps": 4, "eval_every": 2}
 
 
-@pytest.fixture
-def recipe(recipes):
-    return importlib.import_module("hf_posenc.recipes.extend_context")
-
-
 def words(folder, text, output, **changes):
     """A run of the model that has dropout, so that random numbers matter."""
     return options(folder, text, output, **{"model": folder / "gpt2"} | RUN | changes)
@@ -44,19 +39,14 @@ def test_the_rate_with_the_lowest_loss_is_taken_and_nothing_else_stays(recipe, t
     assert "learning rate 0.01" in (folder / "found" / "model" / "README.md").read_text()
 
 
-def test_a_trial_is_a_few_steps_of_the_training(recipe, recipes, tiny_checkpoints, text):
+def test_a_trial_is_a_few_steps_of_the_training(recipe, tiny_checkpoints, text, trained_tokens):
     """Against the same steps written out, without the recipe's loop."""
     folder = tiny_checkpoints
     path = folder / "gpt2" / "config.json"
     path.write_text(path.read_text().replace('_pdrop": 0.1', '_pdrop": 0.0'))
     given = {"find_learning_rate": "1e-3 1e-2", "weight_decay": 0, "max_grad_norm": 1e9}
     results = recipe.main(words(folder, text, folder / "out", **given))
-    tokenizer = importlib.import_module("hf_posenc.recipes.embedded").byte_tokenizer()
-    documents = [[*tokenizer(part).input_ids, 256] for part in text.read_text().split("\f")]
-    shuffled = list(range(12))
-    random.Random(0).shuffle(shuffled)
-    trained = [token for index in sorted(shuffled[:-1]) for token in documents[index]]
-    windows = torch.tensor(trained[: len(trained) // 48 * 48]).view(-1, 48)
+    windows = torch.tensor(trained_tokens[: len(trained_tokens) // 48 * 48]).view(-1, 48)
     order = list(range(len(windows)))
     random.Random("0 0").shuffle(order)
     for each in results["learning_rates"]["tried"]:

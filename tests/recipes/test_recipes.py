@@ -24,11 +24,6 @@ class Stop(Exception):
     pass
 
 
-@pytest.fixture
-def recipe(recipes):
-    return importlib.import_module("hf_posenc.recipes.extend_context")
-
-
 def small(checkpoint, text, output, **changes):
     """Command line of a run of a second; None drops an option."""
     options = {

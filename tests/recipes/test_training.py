@@ -31,11 +31,6 @@ ZERO = [
 
 
 @pytest.fixture
-def recipe(recipes):
-    return importlib.import_module("hf_posenc.recipes.extend_context")
-
-
-@pytest.fixture
 def training(recipes):
     return importlib.import_module("hf_posenc.recipes.training")
 

@@ -19,11 +19,6 @@ def positions(recipes):
     return importlib.import_module("hf_posenc.recipes.training_positions")
 
 
-@pytest.fixture
-def recipe(recipes):
-    return importlib.import_module("hf_posenc.recipes.extend_context")
-
-
 def test_pose_is_the_papers(positions):
     """Zhu et al. 2023, equations (4) and (5): chunks that count on, and skips that never fall, up to the target."""
     tokens, target = 6, 9

@@ -29,13 +29,17 @@ SCHEMES = {
     "t5": {"num_buckets": 8, "max_distance": 16, "share_layers": False},
     "shaw": {"max_distance": 4},
     "cope": {"num_positions": 6},
+    "transformer_xl": {},
+    "da_transformer": {},
+    "fire": {"hidden_size": 4, "threshold": 8.0},
 }
 
 
-def sinking(scheme, family="llama", window=WINDOW, sinks=SINKS, **config):
-    model = tiny(family, **config)
+def sinking(scheme, family="llama", window=WINDOW, sinks=SINKS, attention="auto"):
+    model = tiny(family)
     model.generation_config.eos_token_id = None
-    return randomize(patch_model(model, scheme, window=window, sinks=sinks, seed=0, **SCHEMES[scheme]))
+    chosen = SCHEMES[scheme] | {"window": window, "sinks": sinks}
+    return randomize(patch_model(model, scheme, attention=attention, seed=0, **chosen))
 
 
 # ------------------------------------------------------------------------------------------------------- the definition
@@ -62,7 +66,7 @@ def literal(attention, hidden, places, seen, scheme):
         projection(hidden).unflatten(-1, (-1, size)).transpose(0, 1)
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    distance = (places[:, None] - places).clamp(min=0)
+    distance = (seen.long().flip(-1).cumsum(-1).flip(-1) - 1).clamp(min=0)  # places in a cache of what is seen
     bias = torch.zeros((), dtype=torch.float64)
     if scheme == "rope":
         angles = torch.outer(places.double(), 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size))
@@ -143,7 +147,7 @@ def test_against_attention_with_visibility_written_out(scheme, engine, rows, mon
 
 
 def test_only_the_first_tokens_are_seen_behind_the_window():
-    model = sinking("alibi", num_hidden_layers=1)
+    model = patch_model(tiny("llama", num_hidden_layers=1), "alibi", window=WINDOW, sinks=SINKS)
     ids = tokens(1, 14)
 
     def moved(place):
@@ -159,7 +163,8 @@ def test_only_the_first_tokens_are_seen_behind_the_window():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "family"), [*((scheme, "llama") for scheme in SCHEMES), ("rope", "gpt2"), ("alibi", "gpt2")]
+    ("scheme", "family"),
+    [*((scheme, "llama") for scheme in ("rope", "nope", "alibi", "t5", "shaw", "cope", "fire")), ("rope", "gpt2")],
 )
 def test_verify_caches_padding_and_generation(scheme, family):
     model, ids = sinking(scheme, family), tokens(2, 20)
@@ -191,6 +196,17 @@ def test_engines_carry_it_or_say_why_not():
     engines = [which_engine(model, queries, keys=keys) for queries, keys in ((2048, 2048), (1, 4096), (64, 64))]
     assert [each.engine for each in engines] == ["chunked", "decode", "reference"]
     assert "not banded: the first tokens stay visible behind the window" in engines[0].reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", "transformer_xl", "da_transformer"])
+def test_engines_agree_on_the_distance_of_sinks(scheme):
+    ids = tokens(2, 24)
+    models = {each: sinking(scheme, attention=each).double() for each in ("reference", "chunked", "decode")}
+    whole = models["reference"](ids, use_cache=False).logits
+    assert (models["chunked"](ids, use_cache=False).logits - whole).abs().max() < 1e-10
+    cache = models["reference"](ids[:, :21]).past_key_values
+    assert_same(models["decode"](ids[:, 21:], past_key_values=cache).logits, whole[:, 21:])
 
 
 def test_a_checkpoint_keeps_sinks_and_an_older_one_has_none(tmp_path):
