@@ -43,7 +43,7 @@ class Placed(Protocol):
 
     @property
     def sinks(self) -> int | None:
-        """Number of first tokens that stay visible behind the window."""
+        """Number of first tokens that stay visible outside the window."""
 
 
 S = TypeVar("S", bound=Placed)

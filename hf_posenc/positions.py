@@ -87,10 +87,10 @@ class Positions:
         query_segment: (B|1, Q) document numbers of the queries, in packed sequences.
         key_segment: (B|1, L) document numbers of the keys; a query sees only keys of its own document.
         window: (B|1, 1) sliding window: a query sees a key if its slot is less than `window` behind the query's.
-        query_resumed: (B|1, Q) the count of `generate` when it goes on after right padding: 1 at the first token behind
-            the last padding. Before that padding it is the position.
-        key_reach: (B|1, L) largest distance at which a key is seen, for keys that stay visible behind the window, the
-            first tokens of each document; `NO_WINDOW` for all other keys. None means no such keys.
+        query_resumed: (B|1, Q) positions as `generate` counts them after a right-padded prompt: tokens after the
+            padding count from 1. All others, also under left padding, have their position.
+        distance_cap: (B|1, L) what `distance()` reports at most, for the first tokens of each document that stay
+            visible outside the window; `NO_WINDOW` for all other keys. None means no such keys.
     """
 
     query_positions: Tensor
@@ -103,12 +103,12 @@ class Positions:
     key_segment: Tensor
     window: Tensor
     query_resumed: Tensor
-    key_reach: Tensor | None = None
+    distance_cap: Tensor | None = None
 
     @property
     def key_kept(self) -> Tensor | None:
-        """True for keys that stay visible behind the window, (B|1, L); None means no such keys."""
-        return None if self.key_reach is None else self.key_reach < NO_WINDOW
+        """True for keys that stay visible outside the window, (B|1, L); None means no such keys."""
+        return None if self.distance_cap is None else self.distance_cap < NO_WINDOW
 
     @classmethod
     def causal(
@@ -131,11 +131,11 @@ class Positions:
     def distance(self) -> Tensor:
         """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless for invisible keys.
 
-        Keys that stay visible behind the window are no further than their `key_reach`.
+        Keys that stay visible outside the window are no further than their `distance_cap`.
         """
         distance = self.query_positions[:, :, None] - self.key_positions[:, None, :]
-        if self.key_reach is not None:
-            distance = distance.minimum(self.key_reach[:, None, :])
+        if self.distance_cap is not None:
+            distance = distance.minimum(self.distance_cap[:, None, :])
         return distance[:, None]
 
     def positions_of_keys(self) -> Tensor:
@@ -158,8 +158,8 @@ class Positions:
     def within(self, window: int, kept_first: int = 0) -> Positions:
         """Return these positions with a sliding window of at most this many tokens.
 
-        Behind the window, the tokens that stay visible are as far as if nothing stood between them and the window.
-        So distances are those inside a cache of both, as in StreamingLLM (Xiao et al. 2023, section 3.2).
+        The distance to a token that stays visible is counted as if these tokens came directly before the window. So
+        distances are those inside a cache of both, as in StreamingLLM (Xiao et al. 2023, section 3.2).
 
         Args:
             window: number of tokens.
@@ -172,8 +172,8 @@ class Positions:
         starts = torch.nn.functional.pad(self.key_segment[:, 1:] != self.key_segment[:, :-1], (1, 0), value=True)
         before = torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values  # tokens of other documents
         rank = count - before  # 1 at the first token of a document, int64
-        reach = (windowed.window + (kept_first - rank)).clamp(max=NO_WINDOW - 1).to(self.key_positions.dtype)
-        return replace(windowed, key_reach=torch.where(self.key_valid & (rank <= kept_first), reach, NO_WINDOW))
+        cap = (windowed.window + (kept_first - rank)).clamp(max=NO_WINDOW - 1).to(self.key_positions.dtype)
+        return replace(windowed, distance_cap=torch.where(self.key_valid & (rank <= kept_first), cap, NO_WINDOW))
 
     def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> Positions:
         """Return the positions of some of the queries and keys, given as slices or indices (N,)."""
@@ -187,7 +187,7 @@ class Positions:
             key_index=self.key_index[:, keys],
             key_valid=self.key_valid[:, keys],
             key_segment=self.key_segment[:, keys],
-            key_reach=None if self.key_reach is None else self.key_reach[:, keys],
+            distance_cap=None if self.distance_cap is None else self.distance_cap[:, keys],
         )
 
     def divided_at(self, starts: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
         query_length: Q.
 
     Returns:
-        Positions whose tensors are views of the channel.
+        Positions whose tensors, apart from the two bool ones, are views of the channel.
     """
     positions, valid, index, segment, window, resumed, _ = channel[:, 0].unbind(1)
     q = query_length

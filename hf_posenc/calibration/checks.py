@@ -102,7 +102,7 @@ def check_head(model: PreTrainedModel) -> None:
     """Raise an UnsupportedModelError unless a model predicts tokens."""
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
-            f"calibrate measures the loss of the next token, and a {type(model).__name__} predicts none: give a "
+            f"the loss of the next token is measured, and a {type(model).__name__} predicts none: give a "
             "causal language model, with its head"
         )
 

@@ -26,7 +26,7 @@ ATTEMPTS = 20
 """How often a mutation or crossover is drawn, at most, until it makes factors that were not tried."""
 
 KEPT = 3
-"""Number of increments whose span, widened by a step on each side, is searched in the next halves."""
+"""Number of best increments. The next halves search their span, widened by a step on each side."""
 
 
 def start_factors(frequencies: Sequence[float], length: int, scale: float) -> dict[str, Factors]:
@@ -64,7 +64,7 @@ def _yarn(frequencies: Sequence[float], length: int, scale: float) -> Factors:
         """Return the index, between pairs, of a frequency that completes these turns within the length."""
         return math.log(frequencies[0] * length / (2 * math.pi * turns)) / ratio
 
-    # transformers and the authors limit the index by the size of the head, which never acts with fewer pairs.
+    # transformers and the authors also cap `high` at the head size minus 1. No usual theta and length reach this cap.
     low, high = max(math.floor(pair_with(32)), 0), math.ceil(pair_with(1))
     ramp = [min(1.0, max(0.0, (u - low) / ((high - low) or 1e-3))) for u in range(len(frequencies))]
     return tuple(1 / (r / scale + 1 - r) for r in ramp)
@@ -74,15 +74,15 @@ def _yarn(frequencies: Sequence[float], length: int, scale: float) -> Factors:
 class Evolution:
     """LongRoPE's evolutionary search over factors that do not fall from pair to pair.
 
-    The first population has the factors of the base, PI, NTK and YaRN, and mutations of them. In each iteration the
-    best become parents. A mutation draws some factors anew, between those of the neighbouring pairs. A crossover takes
-    some factors from a second parent. Factors are from 1 to 1.25 times the extension of the context.
-    Deviations: no first tokens keep their positions. Children that were tried before are drawn again. NTK and YaRN are
-    also tried for half of the extension, a quarter, and so on.
+    The first population has the tables of the base, PI, NTK and YaRN, and mutations of them. In each iteration the best
+    tables become parents. A mutation draws some factors anew, between those of the neighbouring pairs. A crossover
+    takes some factors from a second parent. Drawn factors are from 1 to 1.25 times the extension of the context.
+    Deviations: LongRoPE also leaves the first tokens unscaled; this search does not. Children that were tried before
+    are drawn again. NTK and YaRN are also tried for half of the extension, a quarter, and so on.
     Source: Ding et al. 2024, LongRoPE, arXiv:2402.13753, section 3.2, and the authors' code.
 
     Args:
-        population: number of factors in the first population.
+        population: number of tables of factors in the first population.
         iterations: number of iterations.
         parents: number of parents.
         mutations: number of mutations in an iteration.
@@ -115,7 +115,7 @@ class Evolution:
             )
 
     def trials(self, pairs: int, starts: int) -> int:
-        """Return the largest number of factors that a search tries, for some numbers of pairs and of `starts`."""
+        """Return an upper bound of the number of tables that a search tries, for numbers of pairs and of `starts`."""
         return max(starts, self.population) + self.iterations * (self.mutations + self.crossovers)
 
     def search(self, starts: Sequence[Factors], scale: float, least: Factors, loss: Loss) -> None:
@@ -172,18 +172,18 @@ class Evolution:
 class DivideAndConquer:
     """DCIS's search: factors of a segment of pairs move together, and the best segment is halved.
 
-    It starts from the best of base, PI, NTK and YaRN, see `Evolution`. The pairs are divided into two segments. To the
-    factors of a segment, the one with the lowest frequencies first, evenly spaced increments are added, and the best
-    one stays. Each half of the segment then searches around this increment, until the segments are single pairs.
-    Factors can fall from pair to pair.
+    It starts from the best of base, PI, NTK and YaRN, see `Evolution`. The pairs are divided into two segments, and the
+    one with the lowest frequencies is searched first. A search adds evenly spaced increments to all factors of a
+    segment and keeps the best. Each half of the segment is then searched around the best increments, until segments are
+    single pairs. Factors can fall from pair to pair.
     Deviations: an increment stays only if it lowers the loss. `reach` is relative to the extension of the context; the
-    authors take 5 for extensions of 8 and 16. No frequency exceeds pi.
+    authors add at most 5, at extensions of 8 and of 16. No frequency exceeds pi.
     Source: Yang et al. 2024, DCIS, arXiv:2412.18811, and the authors' code.
 
     Args:
         increments: number of increments that each segment tries, at least 2.
-        reach: largest increment of the first two segments, relative to the extension of the context.
-        refinements: number of further searches of single pairs; 0 in the paper.
+        reach: largest increment of the first two segments, up or down, relative to the extension of the context.
+        refinements: number of times that all single pairs are searched once more; 0 in the paper.
     """
 
     increments: int = 10
@@ -202,7 +202,7 @@ class DivideAndConquer:
             )
 
     def trials(self, pairs: int, starts: int) -> int:
-        """Return the largest number of factors that a search tries, see `Evolution`."""
+        """Return an upper bound of the number of tables that a search tries, see `Evolution`."""
         return starts + self.increments * (max(1, 2 * pairs - 2) + self.refinements * pairs)
 
     def search(self, starts: Sequence[Factors], scale: float, least: Factors, loss: Loss) -> None:

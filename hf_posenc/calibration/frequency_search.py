@@ -67,16 +67,18 @@ class FrequencySearch:
         scheme: the scheme with the frequencies found, for `patch_model(model, result.scheme)`. It keeps the factor that
             the base's scaling has on cosines and sines (YaRN).
         frequencies: the frequencies alone, in radians per token, as `frequencies=` of `rope` takes them: a tuple (F,),
-            or a dict by layer type. Where the base has no such factor, they say all that `scheme` says.
+            or a dict by layer type. Give `scaling="none"` beside them if the base has a scaling. They do not hold
+            YaRN's factor.
         factors: the numbers that the frequencies of the unscaled base were divided by, (F,).
         length: length of the windows in tokens.
         scale: this length relative to the length at which the base was trained.
         before: loss of the base on the held-out windows, in nats per token.
-        after: loss with the frequencies found, on the same windows, which have chosen them from `history`.
+        after: loss with the returned frequencies on the same windows. These windows chose among the tables of
+            `history`, so the loss is slightly optimistic.
         starts: name of the factors that the search began with (`base`, `pi`, `ntk 4`, `yarn 4`, ...) -> loss on the
             searched windows.
         history: each new lowest loss on the searched windows, in order. The first entry is the base.
-        trials: number of factors that were tried.
+        trials: number of tables that were tried.
         strategy: the strategy, as text.
     """
 
@@ -107,7 +109,7 @@ class FrequencySearch:
             f"  factors: {', '.join(f'{each:.4g}' for each in self.factors)}",
         ]
         if self.after == self.before:
-            lines.append("  Nothing predicts the held-out windows better: these are the base's frequencies.")
+            lines.append("  No table that lowered the searched loss predicts held-out windows better than the base's.")
         return "\n".join(lines)
 
 
@@ -126,9 +128,10 @@ def search_frequencies(
 
     Nothing is trained, and the model stays as it is. Each trial patches the model with `rope` and divides the base's
     unscaled frequencies by a factor for each pair. So its loss is the one that `patch_model(model, result.scheme)`
-    gives. The search begins with what the base does at this length, scaling included, and with the factors of PI, NTK
-    and YaRN for this length and for its halves. It lowers the loss of the searched windows. Of the tables that lowered
-    it, the one with the lowest loss on the held-out windows is returned; the base's own is among them.
+    gives. The search begins with the base's factors at this length, scaling included, and with those of PI, NTK and
+    YaRN. NTK and YaRN are also tried for half of the extension, a quarter, and so on; YaRN without its factor on
+    cosines and sines. The search lowers the loss of all windows but the last `held_out`. Of the tables that lowered it,
+    the one with the lowest loss on the held-out windows is returned; the base's own is among them.
 
     Args:
         model: an unpatched model that rotates queries and keys, with a language-model head, on one device and not
@@ -139,7 +142,8 @@ def search_frequencies(
         strategy: `Evolution` (LongRoPE) or `DivideAndConquer` (DCIS), with their numbers.
         layer_type: type of the layers whose frequencies are searched, for a base whose layer types rotate differently
             (Gemma 3). The other types keep theirs.
-        held_out: number of windows, from the end, that only judge.
+        held_out: number of windows at the end that are not searched. They choose among the tables that lowered the
+            loss.
         state_file: path of a JSON file with the losses of all trials. It is written every 30 seconds, at the end, and
             if the search is interrupted. Trials of an existing file are not computed again. So an interrupted search
             goes on with the same result, and another strategy can use them too.
@@ -151,9 +155,9 @@ def search_frequencies(
     Raises:
         AlreadyPatchedError: if the model is patched.
         UnsupportedModelError: if the model rotates nothing, predicts no tokens, or is wrapped, sharded or offloaded.
-        TypeError: for a strategy that is none.
+        TypeError: if `strategy` is neither an `Evolution` nor a `DivideAndConquer`.
         ValueError: for an argument out of range, or tokens that do not fit the model.
-        CheckpointError: if the state file is another search's, or no state.
+        CheckpointError: if the state file belongs to another search, or holds no state.
         OSError: if the state file cannot be read or written.
     """
     if not isinstance(strategy, Strategy):
@@ -323,7 +327,7 @@ class _Trials:
         """Return the mean loss of the next token of windows (N, T), in nats."""
         total, last = 0.0, windows.shape[1] - 1
         with patched(self.model, self.space.scheme(factors)):
-            # Made in a patched model, because a short trial resets the state of the base's dynamic scaling.
+            # `logits_function` runs a few tokens. In the unpatched model they would reset its dynamic scaling.
             self.logits_of = self.logits_of or logits_function(self.model, windows[0])
             for batch in windows.split(max(1, BATCH_TOKENS // (last + 1))):
                 pieces, targets = self.logits_of(batch, slice(last)), batch[:, 1:].reshape(-1)

@@ -105,5 +105,5 @@ def why_not_near_keys(call: Call) -> str | None:
     if (reason := why_not_in_blocks(call)) is not None:
         return reason
     if isinstance(call.positions, Positions) and call.positions.key_kept is not None:
-        return "the first tokens stay visible behind the window, and it computes near keys only"
+        return "the first tokens stay visible outside the window, and it computes near keys only"
     return None

@@ -1,4 +1,4 @@
-"""The pieces of a stock attention, from which `ReplacedAttention` computes in its place."""
+"""The pieces of a stock attention. `ReplacedAttention` computes the attention from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Stock(Protocol):
 class OwnAttention:
     """The pieces of a base's attention. A family derives from this class, and overrides what differs.
 
-    Two kinds of families without a rotary module have one. In the first kind, the attention calls transformers'
-    attention interface, and the package replaces it in layers that a scheme rotates. In the second kind, it does not
-    (`bypasses_interface`), and every scheme replaces it in every layer. Layers that keep the base's positions then get
-    them from `alibi` and `rope_parameters`.
+    Families have an `OwnAttention` if no rotary module of theirs serves the schemes. There are two kinds. Attention of
+    the first kind calls transformers' attention interface; the package replaces it in layers that a scheme rotates.
+    Attention of the second kind bypasses the interface (`bypasses_interface`); the package replaces it in every layer,
+    whatever the scheme. Layers that keep the base's positions then get them from `alibi` and `rope_parameters`.
 
     The first argument of most methods is the stock attention module.
 
@@ -88,7 +88,7 @@ class OwnAttention:
         return attention.scaling
 
     def window(self, attention: Stock) -> int | None:
-        """Return the layer's sliding window in tokens, the query's own included; `None` if the mask has it or none."""
+        """Return the layer's sliding window, with the query's own token; `None` if it has none or the mask has it."""
         return None
 
     def outputs(self, attention: Stock, output: Tensor, weights: Tensor | None) -> object:

@@ -1,4 +1,4 @@
-"""Rotation at the call: keys are cached unrotated, and far keys are rotated by another distance than near ones."""
+"""Rotation at each call: keys are cached unrotated, and far keys get another distance than their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BaseAngles:
         frequencies: angle per token of each pair, in radians, as transformers computes them.
         factor: factor on cosines and sines (YaRN's attention factor).
         pairs: which dimensions are a pair where the call arrives, `half` or `interleaved`, see `apply_rotary`.
-        start: first rotated dimension of a head. Rotated are as many dimensions as two per frequency.
+        start: first rotated dimension of a head. From there on two dimensions for each frequency are rotated.
         scaling: `rope_type` of the base.
         growth: factor of the base's own dynamic scaling; 1 without.
     """
@@ -55,7 +55,7 @@ class BaseAngles:
 
     @classmethod
     def of_head(cls, head_dim: int) -> BaseAngles:
-        """Return the rotation of whole heads with the usual base of 10000, where no base says otherwise."""
+        """Return the rotation of whole heads with a `rope_theta` of 10000, for a base model that does not rotate."""
         pairs = head_dim // 2
         return cls(tuple(10000.0 ** (-u / pairs) for u in range(pairs)))
 
@@ -96,20 +96,24 @@ class FarRope(ScoreScheme):
     chunk before it, `c - 1` for all earlier ones (An et al. 2024, section 3; `s` is `chunk`, `c` is `length`).
     `dynamic`: `i - j`, and frequencies of the length `n` of the context, `theta' = theta (f n/c - f + 1)^(R/(R-2))`
     (bloc97 and emozilla 2023; `f` is `factor`, `R` the number of rotated dimensions).
-    Beyond the training length: no limit. The first three keep every distance inside the trained ones, as far as `group`
-    and `leak` do; `dynamic` stretches the waves.
-    Deviations: transformers rotates all keys of `dynamic` by the length that is present, so that cached keys keep the
-    frequencies of shorter lengths. Here `n` depends on the query alone: it is its position plus 1, rounded up to whole
-    chunks. Keys are rotated anew for each such length, so cached generation computes what a full pass computes.
+    Beyond the training length: no limit. `rerope` without `leak` and `dual_chunk` keep every distance inside the
+    trained ones. Distances of `self_extend` grow by 1 in `group` tokens, those of leaky ReRoPE by `leak` per token.
+    `dynamic` stretches the waves.
+    Deviations: with `dynamic` scaling, transformers rotates the keys of a call by the length of the context at that
+    call. Cached keys keep the frequencies of shorter lengths. Here `n` depends on the query alone: it is the query's
+    position plus 1, rounded up to whole chunks, and `length` up to there. Keys are rotated anew for each such length,
+    so cached generation computes what a full pass computes.
     Source: Su 2023, https://github.com/bojone/rerope; Jin et al. 2024, arXiv:2401.01325; An et al. 2024,
     arXiv:2402.17463; Peng, Quesnelle, Fan, Shippole 2023, arXiv:2309.00071 (dynamic scaling).
 
     Frequencies, rotated dimensions and YaRN's factor are the base's own, layer by layer. Layers that the base does not
-    rotate stay unrotated. A base without rotation gets that of `rope`. Bases whose frequencies depend on the length are
-    refused, except a `dynamic` one by the kind `dynamic`. Inside `near` tokens, or `length` with `dynamic`, a model in
-    float32 computes the bits of the base's attention with `sdpa` on a CPU.
+    rotate stay unrotated. A base without rotation gets that of `rope`. The kind `dynamic` takes bases without
+    scaling and `dynamic` ones. The other kinds take every base whose frequencies do not depend on the length. A float32
+    model with `sdpa` on a CPU computes the bits of the base's attention in short contexts: `near` tokens (`rerope`,
+    `self_extend`), the smaller of `length` and two chunks (`dual_chunk`), or `length` (`dynamic`).
 
-    With `window` and `sinks`, the distance of the first tokens stays inside the trained ones too, as in StreamingLLM.
+    With `window` and `sinks`, `rerope` without a leak keeps the first tokens at the distance `near`, and `dual_chunk`
+    below `length`. With a leak, `self_extend` and `dynamic` their distance grows with the text.
 
     Args:
         kind: `rerope`, `self_extend`, `dual_chunk` or `dynamic`.
@@ -119,7 +123,8 @@ class FarRope(ScoreScheme):
         group: number of neighbouring positions that far keys share, at least 2. None means 8.
         chunk: number of positions of a chunk. None means 3/4 of `length` (`dual_chunk`), or an eighth (`dynamic`).
         length: length in tokens at which the base was trained. None means what its config says.
-        factor: by how much more than the context `dynamic` stretches, at least 1. None means the base's, or 1.
+        factor: how fast `dynamic` stretches: the longest wave is `1 + factor (n / length - 1)` times as long in a
+            context of `n` tokens. At least 1. None means the base's, or 1.
     """
 
     name: ClassVar[str] = "far_rope"
@@ -179,7 +184,11 @@ class FarRope(ScoreScheme):
     @property
     def acts_from(self) -> int:
         """Number of tokens in the shortest context that the fitted scheme changes."""
-        return (self.near or 0) + 1 if "near" in _READ[self.kind] else (self.length or 0) + 1
+        if self.kind == "rerope":  # the distance `near` itself stays
+            return (self.near or 0) + 2
+        if self.kind == "self_extend":
+            return (self.near or 0) + 1
+        return (min(self.length or 0, 2 * (self.chunk or 0)) if self.kind == "dual_chunk" else self.length or 0) + 1
 
     def with_base(self, length: int | None, layers: Sequence[BaseAngles | None]) -> FarRope:
         """Return the scheme with everything that was None taken from the base.
@@ -246,7 +255,10 @@ class FarRope(ScoreScheme):
 
 
 class Distances:
-    """What distances become. It is the formula of calls whose queries and keys have all variants side by side.
+    """The distance that each pair of query and key gets.
+
+    A variant is one rotation of queries and keys. A prepared call holds all variants side by side, and `scores` picks
+    one for each pair.
 
     Attributes:
         variants: number of variants of a query. Keys have as many, or one for all of them.
@@ -267,7 +279,7 @@ class Distances:
         raise NotImplementedError(type(self).__name__)
 
     def keeps(self, last: int, farthest: int) -> bool:
-        """Return whether all distances stay as they are, up to a position and a distance."""
+        """Return whether no distance changes in a call with this last position and no distance above `farthest`."""
         raise NotImplementedError(type(self).__name__)
 
     def scores(self, call: Call) -> Tensor:
@@ -371,7 +383,7 @@ class Rotated(ScoreModule):
         self.angles = angles
 
     def reach(self, call: Call) -> tuple[int, int] | None:
-        """Return the last position and the largest visible distance of a call, or None while it is traced.
+        """Return the last position of a call and an upper bound of its visible distances, or None while it is traced.
 
         This reads from the device.
         """
@@ -382,7 +394,7 @@ class Rotated(ScoreModule):
         farthest = last - key_positions(call).amin()
         if isinstance(positions, Positions) and positions.key_kept is None:
             slots = positions.key_index.diff()
-            counted = ((positions.key_positions.diff() <= slots) & (slots >= 0)).all()  # a window counts slots
+            counted = ((positions.key_positions.diff() <= slots) & (slots >= 0)).all()  # as a window counts slots
             farthest = torch.where(counted, torch.minimum(farthest, positions.window.amax() - 1), farthest)
         return int(last), int(farthest)
 
@@ -403,14 +415,14 @@ class Rotated(ScoreModule):
 
 
 class FarRotation(Rotated):
-    """The module of one layer, without parameters, for distances that change from some distance on."""
+    """The module of one layer, without parameters, for the kinds that change distances of far keys."""
 
     def __init__(self, angles: BaseAngles | None, distances: Distances) -> None:
         """Set the rotation and the distances.
 
         Args:
             angles: the rotation of the base; the placement replaces it.
-            distances: what distances become.
+            distances: the distances of near and far keys.
         """
         super().__init__(angles)
         self.distances = distances
@@ -435,7 +447,7 @@ class FarRotation(Rotated):
         queries = self.distances.query_positions(call.positions.query_positions.clamp(min=0))
         keys = self.distances.key_positions(key_positions(call))
         dtype = compute_dtype(call.query)
-        query, key = call.query.to(dtype), call.key.to(dtype)  # at once: each conversion rounds a gradient
+        query, key = call.query.to(dtype), call.key.to(dtype)  # once, because each conversion rounds a gradient
         return replace(
             call,
             query=torch.cat([self.angles.rotate(query, at) for at in queries], -1),
@@ -455,7 +467,7 @@ class GrowingRotation(Rotated):
             angles: the rotation of the base; the placement replaces it.
             chunk: number of positions whose queries share their frequencies.
             length: length in tokens at which the base was trained.
-            factor: by how much more than the context the waves grow.
+            factor: see `FarRope`.
         """
         super().__init__(angles)
         self.chunk, self.length, self.factor = chunk, length, factor
@@ -488,7 +500,7 @@ class GrowingRotation(Rotated):
         """Return the length of the context by which each query is rotated, integers (B|1, Q)."""
         seen = call.positions.query_positions.clamp(min=0) + 1
         chunks = (seen + self.chunk - 1) // self.chunk
-        return (chunks * self.chunk).clamp(min=self.length)
+        return torch.where(seen <= self.length, self.length, chunks * self.chunk)
 
     def stretch(self, lengths: Tensor) -> Tensor:
         """Return by how much the longest wave is stretched for these lengths, in the shape of `lengths`."""
@@ -509,7 +521,7 @@ class GrowingRotation(Rotated):
         found = [int(length) for length in lengths.unique()]
         if found == [self.length]:
             return [(None, self.turned(call, wide=False))]
-        if lengths.shape[1] == 1:  # one query in each row of the batch, each with keys of its own
+        if lengths.shape[1] == 1:  # a single query per sequence: one call, with a length for each sequence
             return [(None, self.turned(call, wide=True, stretch=self.stretch(lengths)))]
         parts: list[tuple[Chosen | None, Call]] = []
         dtype = compute_dtype(call.query)
@@ -536,7 +548,7 @@ class Chosen(NamedTuple):
 
 
 def _together(parts: list[tuple[Chosen | None, Tensor]], dim: int, count: int) -> Tensor:
-    """Return what parts found for their queries, as one tensor with `count` queries in a dimension, 1 or 2."""
+    """Join the results of several calls into one tensor, with `count` queries along dimension `dim` (1 or 2)."""
     chosen, first = parts[0]
     if chosen is None:
         return first

@@ -430,7 +430,7 @@ def far_rope_attention(
     pairs = [(u, u + size // 2) for u in range(size // 2)]
 
     def score(h, i, j, q, k):
-        n = max(length, chunk * math.ceil((i + 1) / chunk)) if kind == "dynamic" else 0
+        n = (length if i < length else chunk * math.ceil((i + 1) / chunk)) if kind == "dynamic" else 0
         scaling = {"rope_type": "dynamic", "factor": factor} if n and size > 2 else None  # a single pair keeps theta^0
         w, _ = rope_frequencies(size, 10000.0, n, length or 0, scaling)
         d = far_position(i, j, kind, near, leak, group, chunk, length)

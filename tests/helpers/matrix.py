@@ -1,4 +1,4 @@
-"""Tests over several axes: by default the rows that bring all pairs together, in the slow tier the rest of the product.
+"""Tests over several axes. The default tier covers all values or pairs, later tiers run the rest of the product.
 
 A fault that needs one value (a scheme, a family, a way to load) or two of them at once is found by the default tier; one
 that needs three at once waits for the slow one, which continuous integration runs as well. Where a row takes seconds,
@@ -51,7 +51,7 @@ def covering(
 
     for number in sorted(set(chosen)):
         take(number)
-    # The gain of a row only falls, so that what it was last is a bound: look again only at rows that may be the best.
+    # A row's gain never rises, so its last gain is an upper bound. Look again only at rows whose bound exceeds the best.
     bound = {number: len(brought[number]) for number in order}
     while any(n > 0 for n in missing.values()):
         best, most = -1, 0
@@ -76,14 +76,15 @@ def matrix(
     indirect: Sequence[str] = (),
     **axes: Iterable[Any] | None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrize a test by a product (or by `rows`), all but a covering selection of it in the slow tier.
+    """Parametrize a test by a product, or by `rows`. Rows outside a covering selection go to later tiers.
 
     Args:
         rows: the rows themselves; then the axes name their columns only. None: the product of the axes.
-        strength: 2: the default tier has every pair of values of two axes. 1: every value.
-        times: it has each at least so many times, where there are as many.
-        slow: so many times, with the slow tier's rows; what is left then is run before a release. None: nothing is.
-        always: says of a row, by keywords, that it is in the default tier in any case.
+        strength: 2 keeps every pair of values of two axes in the default tier, 1 every value.
+        times: how often the default tier has each of them, at least. With 0 it has only the rows of `always`.
+        slow: how often the default and slow tiers together have each of them, at least. The remaining rows are
+            `exhaustive`. None leaves no remaining rows.
+        always: function of a row's values, by keyword; True puts the row into the default tier.
         indirect: axes whose values go to the fixture of that name.
         axes: values by the name of the test's argument.
     """
@@ -92,7 +93,7 @@ def matrix(
 
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         kept = [n for n, row in enumerate(found) if always(**dict(zip(names, row, strict=True)))]
-        # By its name each test has a selection of its own: what one leaves out another has.
+        # Selections depend on the test's name: a row that one test leaves out is likely in another.
         default = covering(found, strength=strength, times=times, chosen=kept, seed=test.__name__)
         in_ci = set(range(len(found)))
         if slow is not None:

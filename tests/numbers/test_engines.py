@@ -64,7 +64,7 @@ EXPECTED_REFUSALS = {
         if isinstance(engine, SpanEngine)
     ),
     *(
-        (engine.name, "the first tokens stay visible behind the window, and it computes near keys only")
+        (engine.name, "the first tokens stay visible outside the window, and it computes near keys only")
         for engine in dispatch.ENGINES
         if isinstance(engine, SpanEngine)
     ),

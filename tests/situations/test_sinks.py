@@ -195,7 +195,7 @@ def test_engines_carry_it_or_say_why_not():
     model = sinking("alibi")
     engines = [which_engine(model, queries, keys=keys) for queries, keys in ((2048, 2048), (1, 4096), (64, 64))]
     assert [each.engine for each in engines] == ["chunked", "decode", "reference"]
-    assert "not banded: the first tokens stay visible behind the window" in engines[0].reason
+    assert "not banded: the first tokens stay visible outside the window" in engines[0].reason
 
 
 @torch.no_grad()
