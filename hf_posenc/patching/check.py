@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 from ..errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
+from ..families.lookup import family_of
 from ..live.obstacles import check_in_place, check_unwrapped
 from ..live.patch_record import OfPatched, Patch, alone, without_adapter
 from ..live.undo import Undo, has_own_forward
@@ -54,6 +55,7 @@ def to_be_patched(model: object) -> Iterator[None]:
                     "layer: unpatch that model first, or take the layer of a stock model"
                 )
         check_in_place(model, "patch the model")
+        family_of(model.config)
         yield
 
 

@@ -49,9 +49,7 @@ OWN_ROTATION = ("llama", "rope", "layers", "")
 """`rope` without hyper-parameters is what this base does by itself, in every layer: naming some changes nothing."""
 
 
-@pytest.mark.parametrize(
-    "paired", [(), pytest.param(("gpt2", "llama"), marks=pytest.mark.slow)], ids=["alone", "paired"]
-)
+@pytest.mark.parametrize("paired", [("gpt2",), pytest.param(("gpt2", "llama"), marks=pytest.mark.slow)], ids="+".join)
 @pytest.mark.parametrize("scheme", VALUES)
 def test_each_hyperparameter_counts_whatever_the_others_are(scheme, paired):
     """Alone and, on `paired`, beside the other value of each other one it changes the model or is refused."""

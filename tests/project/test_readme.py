@@ -38,7 +38,6 @@ def test_pages_with_python_are_found():
         "glossary.md",
         "limits.md",
         "results.md",
-        "schemes.md",
         "speed.md",
         "theory_statements.md",
     }
