@@ -941,7 +941,7 @@ def test_a_killed_save_leaves_the_old_or_the_new_model(tmp_path):
     assert outcomes == sorted(outcomes)  # once it is the new one it stays the new one
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_save_killed_anywhere(tmp_path):
     outcomes = kill_at(range(1, calls_of_a_save(tmp_path) + 1), tmp_path)
     assert outcomes == sorted(outcomes)

@@ -692,7 +692,7 @@ def test_saving_killed_at_random(tmp_path):
     killed_while_saving(tmp_path, 2, random.Random(0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_saving_killed_a_hundred_times(tmp_path):
     from folder_models import states
 

@@ -460,14 +460,14 @@ def requests_of_a_push(hub, client):
 
 
 def test_a_killed_push_changes_nothing(hub, client):
-    """Killed at its second upload; at every request in the slow tier."""
+    """Killed at its second upload; at every request before a release."""
     run(client('patched_model("shaw", "llama").push_to_hub("tester/killed")'))
     paths = requests_of_a_push(hub, client)
     uploads = [n for n, path in enumerate(paths, 1) if path.startswith("/lfs/")]
     kill_at(hub, client, uploads[1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_push_killed_anywhere(hub, client):
     run(client('patched_model("shaw", "llama").push_to_hub("tester/killed")'))
     paths = requests_of_a_push(hub, client)
