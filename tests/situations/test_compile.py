@@ -80,9 +80,16 @@ def test_trains_in_one_graph(case, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case not in SCHEMES])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in (*SCHEMES, "far_rope-dynamic")])
 def test_every_option_trains_in_one_graph(case):
     check_training(case, "llama", num_hidden_layers=1)
+
+
+def test_lengths_that_queries_have_of_their_own_are_no_one_graph():
+    """`far_rope` of the kind `dynamic` makes a call for each length: it leaves the graph, and one graph is refused."""
+    model = patched_model("far_rope-dynamic", "llama", num_hidden_layers=1)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="outside_of_graphs"):
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(2, LENGTH), use_cache=False)
 
 
 def decode(model, step, ids, positions_of_steps=True):
