@@ -27,8 +27,8 @@ def to_be_patched(model: object) -> Iterator[None]:
 
     Raises:
         AlreadyPatchedError: if the model is patched, or another patched model shares a layer or the config with it.
-        UnsupportedModelError: if it is wrapped, sharded, offloaded or spread over devices; or if another call is
-            changing it.
+        UnsupportedModelError: if no family serves the model; if it is wrapped, sharded, offloaded or spread over
+            devices; or if another call is changing it.
     """
     check_unwrapped(model, "patch the model")
     if without_adapter(model) is not model:

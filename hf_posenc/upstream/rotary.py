@@ -271,7 +271,7 @@ def frequency_table(rotary: nn.Module, layer_type: str | None) -> tuple[tuple[fl
     if isinstance(rotary, RotaryByType) and layer_type is not None:
         rotary = rotary.rotaries[layer_type]
     prefix = "" if layer_type is None else f"{layer_type}_"
-    module = next(module for module in rotary.modules() if hasattr(module, f"{prefix}inv_freq"))
+    module = _module_with(rotary, f"{prefix}inv_freq")
     frequencies: Tensor = getattr(module, f"{prefix}inv_freq")
     return tuple(frequencies.double().tolist()), float(getattr(module, f"{prefix}attention_scaling", 1.0))
 

@@ -36,7 +36,7 @@ from distributed_jobs import (
 from families import FAMILIES, tiny
 from matrix import matrix
 from processes import Processes
-from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES, is_refused
+from situations import BASES, CASES, SCHEMES, SCORE_SCHEMES, skip_if_refused
 
 import hf_posenc
 from hf_posenc import context_group, context_parallel, shard_sequence
@@ -182,8 +182,7 @@ def test_fast_engines_take_contiguous_shards(pair, case, attention):
 
 @matrix(family=FAMILIES, kind=["plain", "packed", "left"], case=CASES, strength=1, times=0, slow=4)
 def test_every_family_shares_sequences(pair, family, kind, case):
-    if is_refused(CASES[case][0], tiny(family)):
-        pytest.skip("the base refuses the scheme")
+    skip_if_refused(CASES[case][0], tiny(family))
     if (family, kind) == ("opt", "packed"):
         pytest.skip("transformers' OPT does not see packed documents in one process: there is nothing to compare with")
     more, tolerance = dict(CAPPED.get(family, {})), ROUNDED

@@ -6,7 +6,7 @@ from cases import attend, dot, far_position, rope_frequencies, turn
 from families import tiny, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_posenc import UnsupportedModelError, patch_model, patched, verify
+from hf_posenc import UnsupportedModelError, patch_model, patched, schemes_of, verify
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.far_rope import Clamped
 
@@ -32,6 +32,7 @@ KINDS = {
     "self_extend": {"kind": "self_extend", "near": 6, "group": 4},
     "dual_chunk": {"kind": "dual_chunk", "chunk": 6, "length": 9},
     "dynamic": {"kind": "dynamic", "chunk": 4, "length": 8},
+    "dynamic, chunks that do not divide the length": {"kind": "dynamic", "chunk": 4, "length": 10},
 }
 
 
@@ -49,6 +50,16 @@ def by_steps(model, ids, first=7):
             found = model(ids[:, n : n + 1], past_key_values=found.past_key_values, use_cache=True)
             steps.append(found.logits)
     return torch.cat(steps, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_acts_from_the_length_that_it_says(kind):
+    """One token less, and the bits are the stock model's."""
+    model, ids = tiny("llama"), tokens(2, 20)
+    stock = {length: logits(model, ids[:, :length]) for length in range(1, 21)}
+    patch_model(model, "far_rope", **KINDS[kind])
+    first = next(n for n, expected in stock.items() if not logits(model, ids[:, :n]).equal(expected))
+    assert schemes_of(model)[0].acts_from == first
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 Its wheel holds no tests. So here is what matters most of its `ModelTesterMixin` and `GenerationTesterMixin`, in words
 of our own, on every family and every scheme; training and gradient checkpointing are in `test_situations.py`. The
-mixins themselves run too, on patched and on stock models, where the environment variable `TRANSFORMERS_SOURCE` names the
-unpacked source distribution of the installed release, or a checkout (their markers are not ours):
-`pytest -o addopts= tests/situations/test_upstream_mixins.py -k Test_`, half a minute a pair.
+mixins themselves run too, on patched and on stock models, if the environment variable `TRANSFORMERS_SOURCE` names the
+unpacked source distribution of the installed release, or a checkout, and the package `parameterized` is installed. Their
+markers are not ours: `pytest -o addopts= tests/situations/test_upstream_mixins.py -k Test_`, half a minute a pair.
 """
 
 import copy
