@@ -13,11 +13,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from matrix import sort_into_tiers
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PROGRAMS = Path(__file__).parents[1] / "hf_posenc" / "recipes"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before `-m` is applied."""
+    sort_into_tiers(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -64,7 +64,8 @@ def trained(case, family, folder, **options):
     return wrapped, before
 
 
-@matrix(case=CASES, family=SAVED, strength=1)
+@pytest.mark.rows(default=4, slow=30)
+@matrix(case=CASES, family=SAVED)
 def test_an_adapter_comes_back(case, family, tmp_path):
     wrapped, before = trained(case, family, tmp_path)
     expected = logits(wrapped)
@@ -91,7 +92,7 @@ def test_a_config_is_made_before_the_first_adapter():
             lora_config(adapted)
 
 
-@matrix(case=SCHEMES, family=FAMILIES, strength=1)
+@matrix(case=SCHEMES, family=FAMILIES)
 def test_what_is_trained(case, family):
     model = patched_model(case, family)
     owned = sum(
@@ -126,7 +127,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
 
 
-@matrix(case=SCHEMES, family=["gpt2", "llama"], strength=1)
+@matrix(case=SCHEMES, family=["gpt2", "llama"])
 def test_an_adapter_refuses_another_base(case, family, tmp_path):
     trained(case, family, tmp_path)
     other = "alibi" if case != "alibi" else "nope"
@@ -138,7 +139,7 @@ def test_an_adapter_refuses_another_base(case, family, tmp_path):
     assert entry["position_encoding"]["schemes"][0]["scheme"] == case
 
 
-@matrix(family=LEARNED, case=[case for case in SCHEMES if case not in JOINING], strength=1)
+@matrix(family=LEARNED, case=[case for case in SCHEMES if case not in JOINING])
 def test_peft_itself_refuses_a_stock_base_that_has_a_table(case, family, tmp_path):
     """GPT-2 and OPT: the adapter names their table, and has nothing (or another table) for it. Joining schemes leave it."""
     trained(case, family, tmp_path)

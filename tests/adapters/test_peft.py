@@ -51,7 +51,7 @@ def full(model, ids):
 
 
 @torch.no_grad()
-@matrix(case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@matrix(case=SCHEMES, family=FAMILIES)
 def test_the_update_goes_through_the_scheme(case, family):
     """The merged weights run through the plain patched model: they must give what the wrapped model gave.
 

@@ -260,6 +260,7 @@ def test_no_rows_beyond_a_part(monkeypatch):
             assert torch.allclose(getattr(averages[index], name), getattr(others[index], name), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -305,7 +306,8 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 
 
-@matrix(scheme=[*SCORE_SCHEMES, *WITHOUT_POSITIONS], family=["llama", "gpt2"], strength=1)
+@pytest.mark.rows(default=2)
+@matrix(scheme=[*SCORE_SCHEMES, *WITHOUT_POSITIONS], family=["llama", "gpt2"])
 def test_attention_comes_closer_to_the_bases(scheme, family):
     options = {
         "t5": {"share_layers": False},
@@ -343,6 +345,7 @@ def moves(name):
     return "posenc" in name or any(part in name for part in ("q_proj", "k_proj", "c_attn", "rotary_emb", "wte"))
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("scheme", ["t5", "sinusoidal", "rope"])
 @pytest.mark.parametrize("model_type", [t for t in ("gemma3n_text", "gemma4_text") if t in CONFIG_MAPPING])
 def test_keys_that_a_layer_borrows(model_type, scheme):
@@ -487,6 +490,7 @@ def test_a_mixture_is_calibrated_where_it_was_swapped():
     assert all("layers.1.self_attn" in n for n in moved)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers():
     def found(seed):
         model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
@@ -497,6 +501,7 @@ def test_the_same_seed_gives_the_same_numbers():
     assert not found(0).equal(found(1))
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
 def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
     """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
@@ -634,6 +639,7 @@ def same_parameters(model, other):
     return all(p.equal(theirs.pop(n)) for n, p in model.named_parameters()) and not theirs
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize(
     ("stop", "case"),
     [
@@ -728,6 +734,7 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         calibrate_with(model, windows(), given | {"state_file": tmp_path / "nowhere" / "state"})
 
 
+@pytest.mark.slow
 def test_what_was_calibrated_is_written_down(tmp_path):
     """The last one, in the config, from where a checkpoint, its description and its card have it."""
     model = patch_model(tiny("llama"), "t5", seed=0)
@@ -772,6 +779,7 @@ def test_a_loaded_model_needs_its_base(tmp_path):
     assert logits(stock).equal(logits(tiny("llama")))
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize(
     ("scheme", "factor"), [("alibi", False), ("kerple", False), ("da_transformer", True), ("shaw", None)]
 )
@@ -795,6 +803,7 @@ def test_the_report_has_the_curves_and_goes_to_json(scheme, factor):
             assert layer.scheme_curve.equal(owner.form(torch.empty(0)).table(LENGTH).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
 def test_adapters_and_dtypes():
     from peft import get_peft_model
@@ -887,6 +896,7 @@ def test_what_is_matched_one_after_the_other():
     assert Matching().trials("attention") == ("attention",)
 
 
+@pytest.mark.slow
 def test_a_base_whose_weights_have_moved_is_not_followed():
     def weights(model):
         return [p.clone() for n, p in model.named_parameters() if "posenc" not in n]
@@ -906,6 +916,7 @@ def test_a_base_whose_weights_have_moved_is_not_followed():
     calibrate(model, windows(), **given, base=tiny("gpt2"))
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_has_moved_the_base_too():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
 
@@ -936,6 +947,7 @@ def test_models_that_cannot_be():
         calibrate(patch_model(model, "t5", seed=0), windows())
 
 
+@pytest.mark.slow
 def test_tokens_of_either_integer_type():
     found = []
     for dtype in (torch.int32, torch.int64):

@@ -52,7 +52,8 @@ def loss(model, windows):
 # ----------------------------------------------------------------------------------------------------- what decides
 
 
-@matrix(scheme=["t5", "alibi", "kerple", "transformer_xl", "nope", "sinusoidal"], family=["llama", "gpt2"], strength=1)
+@pytest.mark.rows(default=2)
+@matrix(scheme=["t5", "alibi", "kerple", "transformer_xl", "nope", "sinusoidal"], family=["llama", "gpt2"])
 def test_no_model_predicts_worse_than_its_swap(scheme, family, written):
     windows = written(family)
     options = {"alibi": {"trainable": True}}.get(scheme, {})
@@ -75,6 +76,7 @@ def test_no_model_predicts_worse_than_its_swap(scheme, family, written):
         assert said["stage"] == ("closed_form" if report.kept == "closed_form" else "attention")
 
 
+@pytest.mark.slow
 def test_a_second_stage_that_predicts_worse_is_put_back_and_named(written):
     windows = written("llama")
     model, other = (patch_model(tiny("llama"), "t5", share_layers=False, seed=0) for _ in range(2))
@@ -90,6 +92,7 @@ def test_a_second_stage_that_predicts_worse_is_put_back_and_named(written):
     assert model.config.position_encoding["calibration"]["stage"] == "closed_form"
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize(
     ("losses", "kept", "put_back"),
     [
@@ -130,6 +133,7 @@ def test_losses_decide(losses, kept, put_back, written, monkeypatch):
     assert json.loads(json.dumps(report.to_dict()))["kept"] == kept
 
 
+@pytest.mark.slow
 def test_shared_parameters_say_what_their_own_would_come_to(written):
     """The divergence that is named for parameters of their own is that of a model that has them: of a base, nearly 0."""
     base = patch_model(tiny("llama"), "t5", share_layers=False, seed=1)
@@ -194,6 +198,7 @@ def test_a_base_that_shares_weights_is_refused(written):
         calibrate(model, written("llama"), matching=None, base=base)
 
 
+@pytest.mark.slow
 def test_moved_weights_are_no_teacher_across_patches(written):
     windows, stock = written("llama"), tiny("llama")
     model = patch_model(tiny("llama"), "nope")
@@ -213,6 +218,7 @@ def test_moved_weights_are_no_teacher_across_patches(written):
         calibrate(other, windows, matching=Matching(steps=2), judge="attention")
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trained_weights_are_no_teacher(dtype, written):
     model = patch_model(tiny("llama"), "t5", seed=0).to(dtype)
@@ -259,8 +265,9 @@ def test_an_adapter_holds_all_that_calibration_moved(scheme, written, tmp_path):
         calibrate(adapted, windows)
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
-@matrix(put=["wrapped", "inside"], scheme=["t5", "shaw", "alibi"], strength=1)
+@matrix(put=["wrapped", "inside"], scheme=["t5", "shaw", "alibi"])
 def test_an_adapter_that_saves_the_schemes_modules_by_name(scheme, put, written):
     """Also one that transformers put inside the model, with no wrapper around: nothing else moves then."""
     from peft import LoraConfig, get_peft_model
@@ -298,6 +305,7 @@ def test_an_adapter_that_would_lose_the_scheme_is_refused(written):
 # ------------------------------------------------------------------------------------------------ whoever calls it
 
 
+@pytest.mark.slow
 def test_modes_of_the_caller_change_nothing(written):
     found = []
     for mode in (torch.enable_grad(), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16)):
@@ -353,6 +361,7 @@ def test_a_window_is_matched_with_what_it_shows(scheme, written):
 # ------------------------------------------------------------------------------------------------------------ state
 
 
+@pytest.mark.slow
 def test_a_state_with_something_missing_or_wrong_changes_nothing(written, tmp_path):
     windows, path, wrong = written("llama"), tmp_path / "state.safetensors", tmp_path / "wrong.safetensors"
 
@@ -403,6 +412,7 @@ def test_a_state_with_something_missing_or_wrong_changes_nothing(written, tmp_pa
     assert "is not the whole state" in run(wrong)
 
 
+@pytest.mark.slow
 def test_trials_go_on_where_they_were(written, tmp_path):
     """Also in the second of them, and with the loss of the first that was put back."""
     path, case = tmp_path / "state", {"steps": 3, "weight_rate": 5.0}

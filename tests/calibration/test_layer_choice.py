@@ -28,6 +28,7 @@ def cross_entropy(model, rows, first=0):
     return F.cross_entropy(logits.flatten(0, 1), rows[:, first + 1 :].flatten()).item()
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("scheme", ["nope", "t5"])
 def test_costs_are_those_of_one_swapped_layer(scheme):
     model, tokens = tiny("llama").eval(), windows()

@@ -20,6 +20,7 @@ def windows(model, count=6):
         return model.generate(start, max_new_tokens=39, do_sample=True, top_k=0, pad_token_id=0)
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_temperature_of_the_text_is_found(shared):
     model = tiny("llama").eval()

@@ -143,7 +143,7 @@ WRONG = {
 """Function that makes a wrong model -> the question under which it is found, and words of the finding."""
 
 
-@matrix(wrong=WRONG, attention=["sdpa", "eager"], strength=1)
+@matrix(wrong=WRONG, attention=["sdpa", "eager"])
 def test_a_wrong_model_is_named(wrong, attention):
     model = wrong()
     model.set_attn_implementation(attention)
@@ -220,7 +220,7 @@ CLAIMS_NO_PACKING = {
 }
 
 
-@matrix(family=FAMILIES, attention=["sdpa", "eager"], dtype=[torch.float32, torch.bfloat16], strength=1)
+@matrix(family=FAMILIES, attention=["sdpa", "eager"], dtype=[torch.float32, torch.bfloat16])
 def test_a_stock_model_is_silent(family, attention, dtype):
     model = tiny(family).to(dtype)
     if attention == "sdpa" and not model._supports_sdpa:
@@ -231,11 +231,8 @@ def test_a_stock_model_is_silent(family, attention, dtype):
     assert {outcome.about for outcome in report.not_measured} <= {"packing"}, report
 
 
-def everywhere(model_type):
-    return model_type in ("deepseek_v3", "gptj", "llama4_text", "qwen3_next", "nanochat", "gemma4_text", "bloom")
-
-
-@matrix([(t,) for t in SERVED], model_type=None, strength=1, times=0, always=lambda model_type: everywhere(model_type))
+@pytest.mark.rows(default=7)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_every_stock_type_is_silent(model_type):
     report = check(decoder(model_type))
     assert report.ok, report
@@ -361,7 +358,8 @@ def test_a_model_turns_by_the_formula(attention):
 # --------------------------------------------------------------------------------------------- patched, forked, others
 
 
-@matrix(scheme=SCHEMES, base=["gpt2", "llama"], strength=1)
+@pytest.mark.rows(default=7)
+@matrix(scheme=SCHEMES, base=["gpt2", "llama"])
 def test_a_patched_model_is_silent(scheme, base):
     report = check(patched_model(scheme, base))
     assert report.ok, report

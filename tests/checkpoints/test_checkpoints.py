@@ -73,6 +73,7 @@ def python(code, *, check=True, **environment):
 # ---------------------------------------------------------------------------------------------------------- round trips
 
 
+@pytest.mark.rows(slow=170)
 @matrix(case=CASES, family=SAVED, dtype=[torch.float32, torch.bfloat16], shards=["one file", "shards"])
 def test_round_trip(case, family, dtype, shards, tmp_path):
     patched_model(case, family).save_pretrained(tmp_path / "first")
@@ -96,7 +97,8 @@ def test_round_trip(case, family, dtype, shards, tmp_path):
     assert marks[0] == marks[1]
 
 
-@matrix(case=SCHEMES, family=[family for family in FAMILIES if family not in SAVED], strength=1, times=5)
+@pytest.mark.rows(default=11)
+@matrix(case=SCHEMES, family=[family for family in FAMILIES if family not in SAVED])
 def test_round_trip_of_every_family(case, family, tmp_path):
     model = patched_model(case, family)
     model.save_pretrained(tmp_path)
@@ -933,6 +935,7 @@ def calls_of_a_save(tmp_path):
     return int(printed[1])
 
 
+@pytest.mark.slow
 def test_a_killed_save_leaves_the_old_or_the_new_model(tmp_path):
     count = calls_of_a_save(tmp_path)
     outcomes = kill_at([2, count // 3, count // 2, 2 * count // 3, count], tmp_path)
@@ -1087,6 +1090,7 @@ def test_the_marker_is_the_only_buffer_we_add():
 # ------------------------------------------------------------------------------------------------------ what loads as
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_next"])
 def test_experts_run_as_in_a_stock_model(tmp_path, model_type):
     """In a process that built no stock model of the class: what transformers finds out of one, its sub-classes have."""

@@ -685,6 +685,7 @@ def killed_while_saving(folder, count, generator):
     return met
 
 
+@pytest.mark.slow
 def test_saving_killed_at_random(tmp_path):
     from folder_models import states
 

@@ -67,6 +67,7 @@ FIRST = [
 ]
 
 
+@pytest.mark.rows(default=0, slow=8)
 @pytest.mark.parametrize(
     "first",
     [FIRST[0], *(pytest.param(first, marks=pytest.mark.slow) for first in FIRST[1:])],

@@ -38,6 +38,7 @@ def test_every_scheme_has_one():
     assert kept == {"0.1.0": first, "0.2.0.dev0": first | {"t5", "kerple", "cope", "mixture"}}
 
 
+@pytest.mark.rows(default=20)
 @pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained], ids=["ours", "auto"])
 @EACH
 def test_it_is_what_it_was(folder, loader):
@@ -48,6 +49,7 @@ def test_it_is_what_it_was(folder, loader):
     assert inspect(folder).problem is None
 
 
+@pytest.mark.rows(default=17)
 @EACH
 def test_it_can_be_saved_again(folder, tmp_path):
     from_pretrained(folder).save_pretrained(tmp_path)

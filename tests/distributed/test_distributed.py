@@ -82,7 +82,8 @@ def assert_equal(answers, logits=EXACT):
 # ------------------------------------------------------------------------------------------------- context parallelism
 
 
-@matrix(case=SCHEMES, family=BASES, strength=1)
+@pytest.mark.rows(default=3)
+@matrix(case=SCHEMES, family=BASES)
 def test_shared_sequence_is_one_sequence(pair, case, family):
     assert_equal(pair.run(compare_context_parallel, family, case))
 
@@ -98,7 +99,8 @@ def test_packed_and_padded_sequences_are_shared(pair, case, family, kind):
     assert_equal(pair.run(compare_context_parallel, family, case, kind, balanced=family == "gpt2"))
 
 
-@matrix(case=SCHEMES, kind=["plain", "left"], strength=1)
+@pytest.mark.rows(default=9)
+@matrix(case=SCHEMES, kind=["plain", "left"])
 def test_position_ids_are_all_a_shard_needs(pair, case, kind):
     for balanced in (False, True):
         assert_equal(
@@ -180,7 +182,8 @@ def test_fast_engines_take_contiguous_shards(pair, case, attention):
     assert_equal(pair.run(compare_context_parallel, "llama", case, **more), FLOAT32)
 
 
-@matrix(family=FAMILIES, kind=["plain", "packed", "left"], case=CASES, strength=1, times=0, slow=4)
+@pytest.mark.rows(default=0, slow=20)
+@matrix(family=FAMILIES, kind=["plain", "packed", "left"], case=CASES)
 def test_every_family_shares_sequences(pair, family, kind, case):
     skip_if_refused(CASES[case][0], tiny(family))
     if (family, kind) == ("opt", "packed"):
@@ -284,7 +287,8 @@ def assert_trained_alike(answers, tolerance=1e-10):
     assert "weights" in answers[0]
 
 
-@matrix(how=WRAPPED, case=SCHEMES, strength=1)
+@pytest.mark.rows(default=4)
+@matrix(how=WRAPPED, case=SCHEMES)
 def test_trains_as_one_process_does(pair, case, how, tmp_path):
     answers = pair.run(compare_training, "llama", case, how, folder=str(tmp_path / "model"))
     assert_trained_alike(answers)
@@ -304,7 +308,8 @@ def test_trains_alike_on_shared_sequences(pair, case, how):
     assert_trained_alike(pair.run(compare_training, "llama", case, how, context=2))
 
 
-@matrix(case=CASES, family=BASES, how=[*WRAPPED, "accelerate-fsdp2"], strength=1, times=0, slow=1)
+@pytest.mark.rows(default=0, slow=34)
+@matrix(case=CASES, family=BASES, how=[*WRAPPED, "accelerate-fsdp2"])
 def test_every_option_trains_alike(pair, case, family, how, tmp_path):
     for context in (1, 2):
         folder = str(tmp_path / str(context))
@@ -385,6 +390,7 @@ def zero():
 # ---------------------------------------------------------------------------------------------------------- calibration
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("case", ["kerple", "nope", pytest.param("shaw", marks=pytest.mark.slow)])
 def test_calibrates_as_one_process_with_all_windows_does(pair, case):
     answers = pair.run(compare_calibration, case)

@@ -61,6 +61,7 @@ def made(case, family):
 
 
 # transformers 5.17 compares with where the weights wait.
+@pytest.mark.rows(default=19)
 @pytest.mark.filterwarnings(
     "ignore:You are calling .generate.. with the `input_ids` being on a device type:UserWarning"
 )

@@ -155,6 +155,7 @@ def measured():
     return [row.to_dict() for row in measure_context(make_model(), documents, lengths=[8, 32], distributed=True)]
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_processes(tmp_path):
     """Bit for bit: the same batches, added up in the same order."""
     processes, results = Processes(3), []

@@ -41,6 +41,7 @@ def shape_of(value):
     return {key: shape_of(each) for key, each in value.items()} if isinstance(value, dict) else None
 
 
+@pytest.mark.slow
 def test_calibrations_are_checked(script, tiny_checkpoints, capsys):
     """Losses of the script are those of the model that calibrate leaves; a row that is there is not made again."""
     text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
@@ -217,6 +218,7 @@ def test_the_table_of_statistics_is_what_was_measured():
     assert rows == 9
 
 
+@pytest.mark.slow
 def test_recurrence(script, tiny_checkpoints):
     text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
     text.write_text("It was a bright cold day in April.\n\nAnd the clocks were striking thirteen. " * 20)

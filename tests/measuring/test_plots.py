@@ -84,6 +84,7 @@ FIGURES = dict(figures())
 
 
 # PNG of every picture, the other formats of one: they come from the same figure.
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize(("name", "kind"), [(name, "png") for name in FIGURES] + [("decay", "svg"), ("decay", "pdf")])
 def test_a_figure_is_the_same_bytes_twice(name, kind, tmp_path):
     first, second = (plots.save(FIGURES[name](), tmp_path / f"{i}.{kind}").read_bytes() for i in range(2))
@@ -288,6 +289,7 @@ def test_the_bias_that_comes_closest_to_a_tables_scores_is_drawn_head_by_head():
     assert shares == [f"head {head}: {share:.0%}" for head, share in enumerate(found.explained_in_rows.tolist())]
 
 
+@pytest.mark.slow
 def test_the_gallery_is_drawn_from_schemes_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import plot_schemes
@@ -321,6 +323,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize(("arguments", "source"), COMMANDS, ids=[arguments[0] for arguments, _ in COMMANDS])
 def test_command(arguments, source, tmp_path, capsys):
     tiny("gpt2").save_pretrained(tmp_path / "model")
@@ -451,6 +454,7 @@ def test_wrong_calls(call, message):
         call()
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_message_names_the_extra_and_the_numbers_remain(tmp_path):
     """Importing does not take it; drawing asks for it; the command has written the numbers by then."""
     program = (

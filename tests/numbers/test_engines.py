@@ -492,6 +492,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.rows(default=4)
 @pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_nothing_grows_with_the_square_of_the_length(engine, case):
     def largest(length):

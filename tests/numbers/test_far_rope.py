@@ -52,6 +52,7 @@ def by_steps(model, ids, first=7):
     return torch.cat(steps, 1)
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_acts_from_the_length_that_it_says(kind):
     """One token less, and the bits are the stock model's."""

@@ -72,7 +72,8 @@ def _with_gradients(module, output, tensors, shown, weight):
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
 
 
-@matrix(case=CASES, situation=SITUATIONS, strength=1)  # each is traced anew
+@pytest.mark.rows(default=2, slow=20)
+@matrix(case=CASES, situation=SITUATIONS)  # each is traced anew
 def test_against_the_reference(case, situation, dense):
     groups = 1 if situation in ("causal", "packed") else 2
     positions, shown = SITUATIONS[situation]()
@@ -82,6 +83,7 @@ def test_against_the_reference(case, situation, dense):
     compare(by_flex(*given, dense), by_reference(*given), 2e-5)
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("case", CASES)
 def test_soft_cap(case, dense):
     positions = Positions.causal(60)
@@ -262,6 +264,7 @@ def kind(form, **options):
 FORMS = ("linear", "added", "rescaled", "rescaled relu", "labelled")
 
 
+@pytest.mark.rows(default=3)
 @pytest.mark.parametrize("options", [{}, {"capped": True, "dtype": torch.bfloat16}, {"gradients": False}], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("error:FlexAttention failed")

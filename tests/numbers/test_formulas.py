@@ -189,6 +189,7 @@ def test_scores_of_queries_that_are_scaled_already(case):
         assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
 
 
+@pytest.mark.rows(default=10)
 @over(SCORES)
 def test_scores_under_a_soft_cap(case):
     """Gemma 2 caps scores by tanh: what is a product of vectors is capped, a bias or factor on it is not."""
@@ -795,7 +796,8 @@ ON_ATTENTION = ("posenc", "posenc_additions")
 IN_MODELS = [(case.id, family) for case in CASES for family in case.bases]
 
 
-@matrix(IN_MODELS, case=None, family=None, strength=1)
+@pytest.mark.rows(default=10)
+@matrix(IN_MODELS, case=None, family=None)
 @torch.no_grad()
 def test_a_patched_model_computes_it_in_every_layer(case, family):
     """Each layer's attention and input, recorded in a running model, are what the formula says, with nothing native."""

@@ -66,6 +66,7 @@ def assert_equal(actual, expected):
         assert mine.equal(theirs)
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize(
     ("family", "edit"), [*(("llama", edit) for edit in EDITS), ("phi3", "own"), ("gemma3", "own"), ("gemma3", "hope")]
 )

@@ -47,6 +47,7 @@ def norms_of(model):
     return [module for name, module in model.named_modules() if name.endswith("posenc_additions.qk_norm")]
 
 
+@pytest.mark.rows(default=2)
 @matrix(over=["head", "all_heads"], beside=BESIDE, family=["llama", "gpt2", "opt"])
 def test_logits_and_gradients_are_those_of_the_formula(over, beside, family):
     ids = tokens(2, 7)

@@ -114,7 +114,8 @@ PAIRS = [
 ]
 
 
-@matrix(PAIRS, family=None, kind=None, strength=1, times=4)
+@pytest.mark.rows(default=4)
+@matrix(PAIRS, family=None, kind=None)
 def test_rope_alone_is_the_base_bit_for_bit(family, kind, tmp_path):
     """Live, loaded from its checkpoint, and exported as a stock checkpoint; and `scaling='none'` is another model."""
     expected = seen(base(family, kind))
@@ -369,6 +370,7 @@ def test_resolved_is_resolved():
 LATENT = [t for t in supported_model_types() if t in transformers.CONFIG_MAPPING and family_for(t).rotation.rescales]
 
 
+@pytest.mark.rows(default=2)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", LATENT)
 def test_a_scaling_that_the_attention_reads_as_well(model_type, tmp_path):

@@ -274,7 +274,7 @@ def test_it_verifies_and_decodes_with_a_cache(family, case):
 
 
 @torch.no_grad()
-@matrix(family=FAMILIES, case=CASES, strength=1, times=2)
+@matrix(family=FAMILIES, case=CASES)
 def test_it_is_saved_loaded_and_undone(family, case, tmp_path):
     ids = tokens(2, 20)
     stock = full(base(family), ids)
@@ -315,7 +315,7 @@ def test_trained_frequencies_get_gradients(family, case):
         torch.testing.assert_close(found[1][name], gradient)
 
 
-@matrix(case=["trainable", "partial", "one-layer", "two"], family=FAMILIES, strength=1)
+@matrix(case=["trainable", "partial", "one-layer", "two"], family=FAMILIES)
 def test_peft_trains_and_saves_the_frequencies(family, case, tmp_path):
     model = patched(family, case)
     wrapped = get_peft_model(model, lora_config(model, r=2)).train()
@@ -435,6 +435,7 @@ SPECIAL = (
 )
 
 
+@pytest.mark.rows(default=3)
 @torch.no_grad()
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("model_type", [t for t in SPECIAL if t in CONFIG_MAPPING])  # an older release lacks some

@@ -100,6 +100,7 @@ def facts(model):
     return type(model), modules, tensors, configs, model.config.to_dict()
 
 
+@pytest.mark.rows(default=8)
 @pytest.mark.filterwarnings("ignore")  # what stock configs and models say while they are built is their own business
 @pytest.mark.parametrize("model_type", [model_type for model_type in CAUSAL if meant(model_type) not in SERVED])
 def test_a_refused_model_is_left_as_it_was(model_type):

@@ -49,6 +49,7 @@ OWN_ROTATION = ("llama", "rope", "layers", "")
 """`rope` without hyper-parameters is what this base does by itself, in every layer: naming some changes nothing."""
 
 
+@pytest.mark.rows(default=4)
 @pytest.mark.parametrize("paired", [("gpt2",), pytest.param(("gpt2", "llama"), marks=pytest.mark.slow)], ids="+".join)
 @pytest.mark.parametrize("scheme", VALUES)
 def test_each_hyperparameter_counts_whatever_the_others_are(scheme, paired):
@@ -538,6 +539,7 @@ def test_every_keyword_is_here():
     assert set(public_keywords()) == set(ENTRIES) | set(ELSEWHERE)
 
 
+@pytest.mark.rows(default=4)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("entry", {test: entry for entry, test in ENTRIES.items()}.values(), ids="-".join)
 def test_keywords_count(entry, tmp_path):

@@ -97,6 +97,7 @@ def test_unpatch_restores_everything(family, variant):
     assert_same(snapshot(model), before)
 
 
+@pytest.mark.rows(default=2)
 @every_variant
 def test_unpatch_restores_a_bare_model(variant):
     scheme, hyperparameters = VARIANTS[variant]
@@ -178,6 +179,7 @@ FAILING = [(family, variant) for family in ("gpt2", "llama") for variant in VARI
 ]
 
 
+@pytest.mark.rows(default=8, slow=74)
 @matrix(
     [(*row, moment) for row in FAILING for moment in ("before-recording", "after-recording")],
     family=None,
@@ -518,6 +520,7 @@ def test_new_parameters_take_the_layers_dtype(variant, dtype):
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.rows(default=20)
 @every_variant
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_checkpoint_comes_back_bit_for_bit(tmp_path, family, variant):

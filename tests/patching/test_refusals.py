@@ -587,6 +587,7 @@ def test_unpatching_below_a_forward_that_was_put_on_later(family, replace):
     assert not any("forward" in vars(attention) for attention in attentions(model))
 
 
+@pytest.mark.rows(default=1, slow=8)
 @COMPILER
 @matrix(
     family=FAMILIES,
@@ -608,6 +609,7 @@ def test_layers_and_decoders_may_have_forwards_of_their_own(family, variant, rep
     assert logits(unpatch_model(model)).equal(stock)
 
 
+@pytest.mark.rows(default=1)
 @COMPILER
 @pytest.mark.parametrize("replace", [compiled, compiled_in_place])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -1,17 +1,19 @@
-"""The selections of the default tier are complete, small, the same everywhere, and leave nothing out of both tiers."""
+"""Which tier runs a row: selections are complete, small and the same everywhere, and no row is lost."""
 
 import itertools
-import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from matrix import covering, matrix
+from matrix import chosen_rows, matrix
 from source_imports import imported_names
 
 HELPERS = Path(__file__).parents[1] / "helpers"
+TESTS = HELPERS.parent
+FILES = sorted(TESTS.rglob("test_*.py"))
 SIZES = [(2, 2), (5, 3), (17, 5, 2, 2), (9, 5, 3), (21, 11, 3), (17, 2, 2, 2), (1, 7, 1), (4, 4, 4, 4)]
 
 
@@ -19,80 +21,117 @@ def product(sizes):
     return list(itertools.product(*(range(size) for size in sizes)))
 
 
-def tuples(rows, strength):
-    """How often each combination of values occurs, written down in another way than in matrix.py."""
-    found = {}
-    for row in rows:
-        for axes in itertools.combinations(range(len(row)), strength):
-            key = (axes, tuple(row[axis] for axis in axes))
-            found[key] = found.get(key, 0) + 1
-    return found
+def times_of_values(rows):
+    return Counter(itertools.chain(*(enumerate(row) for row in rows)))
 
 
-@pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize("strength", [1, 2])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_everything_is_covered(sizes, strength, times):
+def test_every_value_is_there_and_few_rows_are(sizes):
     rows = product(sizes)
-    chosen = covering(rows, strength=strength, times=times)
-    assert chosen <= set(range(len(rows)))
-    wanted, found = tuples(rows, strength), tuples([rows[n] for n in chosen], strength)
-    assert all(found.get(key, 0) >= min(times, n) for key, n in wanted.items())
-    least = max(math.prod(axes) for axes in itertools.combinations(sizes, strength))
-    assert len(chosen) <= min(len(rows), times * 1.5 * least + 2)
+    chosen = chosen_rows(rows)
+    assert times_of_values([rows[n] for n in chosen]).keys() == times_of_values(rows).keys()
+    assert len(set(chosen)) == len(chosen) <= 1.5 * max(sizes) + 1
 
 
-def test_rows_that_are_no_product_and_rows_that_are_wanted():
+@pytest.mark.parametrize("number", [0, 1, 5, 12, 24, 100])
+def test_a_number_of_rows_has_values_as_often_as_possible(number):
+    rows = product((6, 4))
+    chosen = chosen_rows(rows, number)
+    assert len(set(chosen)) == len(chosen) == min(number, 24)
+    times = times_of_values([rows[n] for n in chosen])
+    assert all(times[0, value] in (len(chosen) // 6, len(chosen) // 6 + 1) for value in range(6))
+
+
+def test_rows_that_are_no_product():
     rows = [row for row in product((6, 5, 3)) if sum(row) % 2]
-    chosen = covering(rows, strength=2, chosen=[0, 7])
-    assert {0, 7} <= chosen < set(range(len(rows)))
-    assert tuples([rows[n] for n in chosen], 2).keys() == tuples(rows, 2).keys()
+    assert times_of_values([rows[n] for n in chosen_rows(rows)]).keys() == times_of_values(rows).keys()
 
 
 def test_a_test_has_a_selection_of_its_own_and_the_same_in_every_process():
-    code = "import itertools; from matrix import covering; rows = list(itertools.product(range(15), range(11)))\n"
-    code += "print(*(sorted(covering(rows, strength=1, seed=seed)) for seed in ('one', 'other')), sep='\\n')"
+    code = "import itertools; from matrix import chosen_rows; rows = list(itertools.product(range(15), range(11)))\n"
+    code += "print(*(chosen_rows(rows, seed=seed) for seed in ('one', 'other')), sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], cwd=HELPERS, capture_output=True, text=True)
-    rows = product((15, 11))
-    one, other = (sorted(covering(rows, strength=1, seed=seed)) for seed in ("one", "other"))
+    one, other = (chosen_rows(product((15, 11)), seed=seed) for seed in ("one", "other"))
     assert done.stdout.split("\n")[:2] == [str(one), str(other)], done.stderr
     assert one != other
 
 
-def test_what_is_not_in_the_default_tier_is_in_the_slow_one():
-    @matrix(letter="abcd", number=range(3), last=[True, False], always=lambda letter, **_: letter == "a")
-    def test(letter, number, last):
+def test_a_matrix_is_a_product_or_the_rows_themselves():
+    @matrix(letter="abcd", last=[True, False])
+    def test(letter, last):
         pass
 
     (mark,) = test.pytestmark
-    assert list(mark.args[0]) == ["letter", "number", "last"]
-    assert [value.values for value in mark.args[1]] == list(itertools.product("abcd", range(3), [True, False]))
-    default = [value.values for value in mark.args[1] if not value.marks]
-    assert 12 <= len(default) < 24
-    assert sum(letter == "a" for letter, *_ in default) == 6
-    assert tuples(default, 2).keys() == tuples(itertools.product("abcd", range(3), [True, False]), 2).keys()
-    assert {m.name for value in mark.args[1] for m in value.marks} == {"slow"}
-    assert mark.args[1][0].id == "a-0-True"
+    assert mark.args[0] == ["letter", "last"]
+    assert [value.values for value in mark.args[1]] == list(itertools.product("abcd", [True, False]))
+    assert mark.args[1][0].id == "a-True"
+    mark = matrix([("a", 1), ("b", 2)], letter=None, number=None).mark
+    assert [value.values for value in mark.args[1]] == [("a", 1), ("b", 2)]
 
 
-def test_where_rows_take_seconds_the_slow_tier_has_a_few_more_and_a_release_the_rest():
-    @matrix(letter="abcdef", number=range(6), strength=1, slow=2)
-    def test(letter, number):
-        pass
+COLLECTED = """
+import pytest
+from matrix import matrix, sort_into_tiers
 
-    (mark,) = test.pytestmark
-    tiers = {(): [], ("slow",): [], ("exhaustive",): []}
-    for value in mark.args[1]:
-        tiers[tuple(m.name for m in value.marks)].append(value.values)
-    default, slow, rest = tiers.values()
-    assert (len(default), len(slow), len(rest)) == (6, 6, 24)
-    counts = tuples([*default, *slow], 1)
-    assert len(counts) == 12
-    assert set(counts.values()) == {2}
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    sort_into_tiers(items)
+"""
+ROWS = """
+import pytest
+from matrix import matrix
+
+@matrix(letter="abcdef", number=range(6))
+def test_product(letter, number): ...
+
+@pytest.mark.parametrize("letter", "abcdef")
+def test_list(letter): ...
+
+@pytest.mark.rows(default=2, slow=9)
+@matrix(letter="abcdef", number=range(6))
+def test_long(letter, number): ...
+
+@pytest.mark.slow
+@pytest.mark.rows(slow=4)
+@pytest.mark.parametrize("letter", "abcdef")
+def test_longer(letter): ...
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_marked(number): ...
+
+@pytest.mark.rows(default=1)
+@pytest.mark.parametrize("value", [[1], [2], {"a": 1}])
+def test_unhashable(value): ...
+
+def test_single(): ...
+"""
+TIERS = {"default": "not slow and not exhaustive", "slow": "slow", "exhaustive": "exhaustive"}
+EXPECTED = {  # default, slow, exhaustive
+    "test_product": (6, 30, 0),
+    "test_list": (6, 0, 0),
+    "test_long": (2, 7, 27),
+    "test_longer": (0, 4, 2),
+    "test_marked": (1, 1, 1),
+    "test_unhashable": (1, 2, 0),
+    "test_single": (1, 0, 0),
+}
 
 
-TESTS = HELPERS.parent
-FILES = sorted(TESTS.rglob("test_*.py"))
+def test_every_row_is_in_one_tier(tmp_path):
+    (tmp_path / "conftest.py").write_text(COLLECTED)
+    (tmp_path / "test_rows.py").write_text(ROWS)
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {HELPERS}\nmarkers =\n    rows\n    slow\n    exhaustive\n"
+    )
+    found = {}
+    for tier, marks in TIERS.items():
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", marks]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        found[tier] = re.findall(r"^test_rows.py::(.+)$", done.stdout, re.MULTILINE)
+    rows = [row for tier in found.values() for row in tier]
+    assert len(rows) == len(set(rows)) == sum(map(sum, EXPECTED.values()))
+    counts = {tier: Counter(row.partition("[")[0] for row in rows) for tier, rows in found.items()}
+    assert {test: tuple(counts[tier][test] for tier in TIERS) for test in EXPECTED} == EXPECTED
 
 
 def test_every_folder_of_tests_has_its_row_in_the_readme():

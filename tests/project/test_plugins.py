@@ -81,6 +81,7 @@ def saved(installed, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_new_process_loads_what_was_saved(installed, saved):
     """First as one who knows nothing of hf_posenc: the file beside the checkpoint imports it."""
     code = f"""
@@ -98,6 +99,7 @@ def test_a_new_process_loads_what_was_saved(installed, saved):
     assert "root_penalty(start=0.25)" in python(code, installed)
 
 
+@pytest.mark.slow
 def test_without_the_package_the_error_says_what_is_missing(saved):
     code = f"""
     import hf_posenc

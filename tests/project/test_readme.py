@@ -43,6 +43,7 @@ def test_pages_with_python_are_found():
     }
 
 
+@pytest.mark.rows(default=3)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
 def test_python_runs_as_pasted(page, script, tiny_checkpoints, monkeypatch):
     """In order, on one page after the other: a later block may use what an earlier one made.

@@ -40,6 +40,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(
     recipe, tiny_checkpoints, text, trained_tokens, calls
 ):
@@ -198,6 +199,7 @@ def test_an_adapter_holds_all_that_was_calibrated(recipe, tiny_checkpoints, text
     assert torch.allclose(merged(tokens).logits, adapted(tokens).logits, atol=1e-5)
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -254,6 +256,7 @@ def test_what_cannot_be_calibrated_stops_before_anything_runs(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_comparison_has_plain_swaps_beside_calibrated_ones(recipes, tiny_checkpoints, text, calls):
     """At the rate of a plain swap."""
     compare = importlib.import_module("hf_posenc.recipes.compare_schemes")

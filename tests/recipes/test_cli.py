@@ -184,6 +184,7 @@ def test_families(capsys):
     assert "'nothing' is not supported" in out
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough_is_no_error():
     """As in `hf-posenc families | head -1`."""
     reader, writer = os.pipe()

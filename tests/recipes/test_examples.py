@@ -59,6 +59,7 @@ def test_the_page_shows_the_trainer_script(recipes):
     assert code == BLOCKS[0]
 
 
+@pytest.mark.slow
 @noisy
 def test_trainer_script(at_home, recipes):
     """It calibrates before it trains, its checkpoints go on exactly, and what it saves is the patched model."""
@@ -176,6 +177,7 @@ def test_qlora_trains_an_adapter_beside_packed_weights(example, tmp_path, bits):
     assert torch.equal(merged.model.posenc.biases, biases)
 
 
+@pytest.mark.slow
 def test_the_axolotl_plugin_calibrates_what_it_is_given(example, at_home, monkeypatch):
     """Against the names that axolotl's plugin interface has, where axolotl is not installed."""
     monkeypatch.delitem(sys.modules, "axolotl_plugin", raising=False)

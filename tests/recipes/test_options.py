@@ -466,6 +466,7 @@ def run(request, recipes, tiny_checkpoints, text, monkeypatch, capsys):
     return made
 
 
+@pytest.mark.rows(default=2, slow=90)
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -672,6 +673,7 @@ def places(tmp_path, tiny_checkpoints, monkeypatch):
     }
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize("option", OPTIONS, ids="-".join)
 def test_an_option_of_the_command_does_something(option, places, tmp_path, capsys):
     """Status, what is printed and what is written are not what they are without."""

@@ -21,6 +21,7 @@ def words(folder, text, output, **changes):
     return options(folder, text, output, **{"model": folder / "gpt2"} | RUN | changes)
 
 
+@pytest.mark.slow
 def test_the_rate_with_the_lowest_loss_is_taken_and_nothing_else_stays(recipe, tiny_checkpoints, text, capsys):
     """To the last bit what a run at that rate is."""
     folder = tiny_checkpoints
@@ -39,6 +40,7 @@ def test_the_rate_with_the_lowest_loss_is_taken_and_nothing_else_stays(recipe, t
     assert "learning rate 0.01" in (folder / "found" / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_trial_is_a_few_steps_of_the_training(recipe, tiny_checkpoints, text, trained_tokens):
     """Against the same steps written out, without the recipe's loop."""
     folder = tiny_checkpoints
@@ -66,6 +68,7 @@ def test_a_trial_is_a_few_steps_of_the_training(recipe, tiny_checkpoints, text, 
         assert each["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_tries_nothing_again(recipe, recipes, tiny_checkpoints, text, monkeypatch):
     """Neither before its first step nor after a state."""
     folder = tiny_checkpoints

@@ -102,6 +102,7 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     assert str(output / "report.html") in printed
 
 
+@pytest.mark.slow
 def test_the_report_and_the_card_say_what_was_measured(recipe, tiny_checkpoints, text):
     output = tiny_checkpoints / "out"
     given = {"scheme": "alibi", "retrieval_trials": 1, "lengths": "32 64"}
@@ -307,6 +308,7 @@ def test_fine_tuning_learns_and_repeats(recipe, tiny_checkpoints, text):
     )
 
 
+@pytest.mark.rows(default=1, slow=10)
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -608,6 +610,7 @@ def test_controls_and_lora(recipe, tiny_checkpoints, text):
     assert control["before"] != control["after"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
@@ -623,6 +626,7 @@ def test_lora_saves_adapter_and_merged_model(recipe, tiny_checkpoints, text):
     assert results["training"]["loss"][0] != results["training"]["loss"][-1]
 
 
+@pytest.mark.slow
 def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
@@ -771,6 +775,7 @@ def test_a_sweep_on_a_full_disk_says_what_is_kept(recipes, tiny_checkpoints, tex
     assert "Finished runs are kept" in said
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     """Runs of other arguments, of another text or another base are named and refused, finished or not."""
     pretrain, training = (
@@ -885,6 +890,7 @@ def test_evaluate(recipes, recipe, tiny_checkpoints, text, capsys):
     assert "--model DIR_OR_ID is missing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_eval_tokens_says_at_most_how_many_are_measured_everywhere(recipes, recipe, tiny_checkpoints, text):
     """Of two books the beginning of one, not a whole book."""
     text.write_text(text.read_text().replace("\f", " ")[:2000] + "\f" + "another book " * 200)

@@ -162,6 +162,7 @@ def test_sweeps_take_mixtures(recipes, tiny_checkpoints, text, capsys):
     assert results["scheme"]["name"] == "nope + alibi"
 
 
+@pytest.mark.slow
 def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints, text):
     """One strength for longer contexts; every other weight is that of the run without the fit."""
     recipe, folder = importlib.import_module("hf_posenc.recipes.extend_context"), tiny_checkpoints

@@ -372,6 +372,7 @@ def test_a_base_with_a_weight_that_is_no_number_is_refused(recipe, training, tin
     assert not (folder / "found.json").exists()
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_a_folder(recipe, recipes, training, tiny_checkpoints, text, monkeypatch, capsys):
     """The second began before the first had written anything; and again while the first is to be gone on with."""
     folder, one_step, refused = tiny_checkpoints, training.one_step, []
@@ -396,6 +397,7 @@ def test_two_runs_do_not_share_a_folder(recipe, recipes, training, tiny_checkpoi
     assert refused == [(2, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_state_before(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):
     folder = tiny_checkpoints
     whole = recipe.main(options(folder, text, folder / "whole", save_every=2))
@@ -477,6 +479,7 @@ def test_a_process_of_a_group_leaves_out_the_end_of_the_interpreter(recipes, tmp
     assert run.stderr.strip() == said
 
 
+@pytest.mark.rows(default=0, slow=5)
 @pytest.mark.parametrize(
     ("scheme", "how"),
     [
@@ -558,6 +561,7 @@ def test_distillation_is_the_divergence_from_the_base(distillation, tiny_checkpo
     assert loss.item() == pytest.approx(expected_own + 0.7 * expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trackers_report_or_are_refused(recipe, training, tiny_checkpoints, text, monkeypatch, capsys):
     """accelerate itself goes on silently without one that is not installed."""
     folder = tiny_checkpoints

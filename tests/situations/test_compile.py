@@ -74,11 +74,13 @@ def check_training(case, family, **sizes):
 
 
 # Compiling takes seconds each: by default every scheme and every family is compiled once.
-@matrix(case=SCHEMES, family=FAMILIES, strength=1, slow=2)
+@pytest.mark.rows(default=1, slow=8)
+@matrix(case=SCHEMES, family=FAMILIES)
 def test_trains_in_one_graph(case, family):
     check_training(case, family)
 
 
+@pytest.mark.rows(slow=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case not in (*SCHEMES, "far_rope-dynamic")])
 def test_every_option_trains_in_one_graph(case):
@@ -103,8 +105,9 @@ def decode(model, step, ids, positions_of_steps=True):
     return torch.cat(parts, 1)
 
 
+@pytest.mark.rows(default=1, slow=10)
 @torch.no_grad()
-@matrix(case=SCHEMES, family=COMPILES_ONCE, strength=1, slow=2)
+@matrix(case=SCHEMES, family=COMPILES_ONCE)
 def test_decoding_is_one_graph(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     counter = CompileCounter()
@@ -113,6 +116,7 @@ def test_decoding_is_one_graph(case, family):
     assert counter.frame_count == 1
 
 
+@pytest.mark.rows(default=1, slow=7)
 @torch.no_grad()
 @pytest.mark.parametrize("case", slower(SCHEMES, ("rope", "alibi")))
 def test_padded_and_packed_batches(case):
@@ -146,6 +150,7 @@ def gapped(ids):
     }
 
 
+@pytest.mark.rows(default=1, slow=7)
 @pytest.mark.parametrize(
     "case", slower([case for case in SCORE_SCHEMES if case not in KEY_PER_DISTANCE], ("alibi", "cope"))
 )
@@ -165,6 +170,7 @@ def test_gapped_position_ids(case):
     assert case in ORDER_ONLY or distance(nearer, expected.logits) > DIFFERENT
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("case", KEY_PER_DISTANCE)
 def test_gapped_position_ids_with_a_key_for_each_distance(case):
@@ -201,6 +207,7 @@ def test_generate_compiles_by_itself(case):
     assert actual.equal(expected)
 
 
+@pytest.mark.rows(slow=4)
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend compiles C++: install g++ to run this")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own use
@@ -217,6 +224,7 @@ def test_the_default_backend(case):
     assert_same_gradients(gradients(model), wanted)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_is_not_run_by_the_graph_of_another():
     """Models of one class, which differ in what is put beside their modules only, compiled one after the other."""

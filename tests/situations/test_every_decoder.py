@@ -460,6 +460,7 @@ def test_what_a_stock_model_cannot_do(model_type):
     assert (family.hybrid or family.joins_documents) == (model_type in JOINS_DOCUMENTS | PARTED_BY_US)
 
 
+@pytest.mark.rows(default=9)
 @pytest.mark.parametrize("model_type", SERVED)
 def test_a_type_carries_what_it_says(model_type, tmp_path):
     """ALiBi everywhere, and in every third type one of the other schemes, in turn."""
@@ -470,14 +471,12 @@ def test_a_type_carries_what_it_says(model_type, tmp_path):
         check(model_type, other, tmp_path / other, LOADERS[:1])
 
 
+@pytest.mark.rows(default=0, slow=40)
 @matrix(
     [(t, scheme, number) for t in SERVED for number, scheme in enumerate(SCHEMES)],
     model_type=None,
     scheme=None,
     number=None,
-    strength=1,
-    times=0,
-    slow=4,
 )
 def test_a_type_carries_every_scheme(model_type, scheme, number, tmp_path):
     """Two ways to load each time, in turn; each way meets every scheme in test_checkpoints.py."""
@@ -511,6 +510,7 @@ def turns_whole_heads(model_type):
     return whole and not family.always_replaced and model_type not in ("lfm3", "ernie4_5_vl_moe_text")
 
 
+@pytest.mark.rows(default=8)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", [t for t in SERVED if turns_whole_heads(t)])
 def test_the_pairs_that_a_type_turns(model_type):

@@ -51,7 +51,8 @@ def owns_the_positions(model, index):
     return index == 0 and "posenc" in layers_of(model)[0]._modules and "posenc" not in layers_of(model)[1]._modules
 
 
-@matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double], strength=1)
+@pytest.mark.rows(default=12, slow=100)
+@matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double])
 def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     model = patched_model(case, family, num_hidden_layers=3)
     refused = owns_the_positions(model, index)
@@ -137,6 +138,7 @@ def test_unpatching_with_fewer_layers_and_with_copies(case):
 EACH_PLACEMENT = {type(scheme_class(scheme)().acts_on): scheme for scheme in SCHEMES}.values()
 
 
+@pytest.mark.rows(default=1, slow=12)
 @pytest.mark.parametrize(
     "case", [case if case in EACH_PLACEMENT else pytest.param(case, marks=pytest.mark.slow) for case in SCHEMES]
 )

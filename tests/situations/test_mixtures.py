@@ -112,7 +112,7 @@ PAIRS = [
     (family, name) for family, name in itertools.product(FAMILIES, MIXTURES) if (name, family) not in NOTHING_TO_DO
 ]
 over_pairs = pytest.mark.parametrize(("family", "name"), PAIRS)
-over_some_pairs = matrix(PAIRS, family=None, name=None, strength=1, times=3)
+over_some_pairs = matrix(PAIRS, family=None, name=None)
 
 
 # --------------------------------------------------------------------------------------------------- what each layer does
@@ -157,6 +157,7 @@ def through(model, ids, index, hidden=None):
     return seen["in"], seen["out"]
 
 
+@pytest.mark.rows(default=10)
 @over_some_pairs
 def test_each_layer_is_that_of_a_model_with_one_scheme(family, name):
     """A layer that has a scheme computes what it does where all have it; a layer that nobody names is the base's own."""
@@ -260,6 +261,7 @@ def test_a_window_from_its_definition():
 # -------------------------------------------------------------------------------------------------------------- situations
 
 
+@pytest.mark.rows(default=15)
 @over_some_pairs
 def test_a_mixture_is_what_it_says(family, name):
     """verify, cached and padded forward passes, generation, gradients, copies."""
@@ -304,6 +306,7 @@ def test_a_mixture_is_what_it_says(family, name):
             assert_same(p.grad, expected[n], n)
 
 
+@pytest.mark.rows(default=8)
 @over_some_pairs
 def test_a_mixture_is_saved_loaded_and_undone(family, name, tmp_path):
     model = base(family)
@@ -456,6 +459,7 @@ def test_a_window_beyond_all_lags_is_refused_at_load(tmp_path):
         hf_posenc.from_pretrained(tmp_path)
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # torch.jit reads every attribute
 @pytest.mark.parametrize("schemes", [[Nope(window=5)], [Alibi(layers=[0])], [Rope(window=3, layers=[1])]])

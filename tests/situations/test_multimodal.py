@@ -37,7 +37,8 @@ def run(model, **inputs):
         return model(**inputs).logits
 
 
-@matrix(scheme=available_schemes(), model_type=FEW, strength=1)
+@pytest.mark.rows(default=1, slow=17)
+@matrix(scheme=available_schemes(), model_type=FEW)
 def test_the_whole_computes_what_its_language_model_does_when_patched_by_itself(model_type, scheme):
     """What that computes is compared with the stock model's own eager attention in test_every_decoder.py."""
     whole = multimodal(model_type)
@@ -145,6 +146,7 @@ def test_an_adapter_around_it_trains_and_comes_back(tmp_path):
     assert torch.equal(run(again, input_ids=IDS), run(adapted, input_ids=IDS))
 
 
+@pytest.mark.slow
 def test_a_part_that_is_patched_alone_is_not_saved_with_the_whole(tmp_path):
     model = multimodal("llava")
     patch_model(language_model(model), "alibi")
@@ -192,6 +194,7 @@ def refused_with_images(model_type, position_ids):
     return "several coordinates" if several else None
 
 
+@pytest.mark.rows(default=3)
 @pytest.mark.parametrize("model_type", SERVED)
 def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
     """Given the same embeddings, the language model inside computes what it does when it is patched by itself."""

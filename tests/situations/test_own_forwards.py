@@ -449,6 +449,7 @@ def test_layers_that_nobody_names_keep_what_the_base_has(variant, layer, tmp_pat
     assert model(ids, use_cache=False).logits.equal(before)
 
 
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize("variant", OWN)
 def test_a_calibration_follows_what_the_base_has(variant):
     """With what the base has nothing is left to follow; with a table of biases in its place most of it is."""
@@ -615,6 +616,7 @@ def test_activation_checkpointing(name):
 
 
 # torch's own tracing of the activation function that BLOOM brings.
+@pytest.mark.rows(default=1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("scheme", ["alibi", pytest.param("rope", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bloom", "gptj", "mpt"])

@@ -162,6 +162,7 @@ def test_only_the_first_tokens_are_seen_behind_the_window():
 # ------------------------------------------------------------------------------------------------------------ situations
 
 
+@pytest.mark.rows(default=4)
 @pytest.mark.parametrize(
     ("scheme", "family"),
     [*((scheme, "llama") for scheme in ("rope", "nope", "alibi", "t5", "shaw", "cope", "fire")), ("rope", "gpt2")],

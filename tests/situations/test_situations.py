@@ -61,7 +61,7 @@ def engines(request, monkeypatch):
         never_short(monkeypatch)
 
 
-def by_engines(*, strength=2, times=1, **axes):
+def by_engines(**axes):
     """Parametrize a test by axes and engines; to schemes that have no engines both would be the same test."""
     names = [*axes, "engines"]
     rows = [
@@ -69,7 +69,7 @@ def by_engines(*, strength=2, times=1, **axes):
         for row in itertools.product(*axes.values(), ["chosen", "fastest"])
         if row[-1] == "chosen" or row[names.index("case")] in SCORE_CASES
     ]
-    return matrix(rows, strength=strength, times=times, indirect=["engines"], **dict.fromkeys(names))
+    return matrix(rows, indirect=["engines"], **dict.fromkeys(names))
 
 
 # ----------------------------------------------------------------------------------------------------- ways to run it
@@ -178,6 +178,7 @@ def test_every_way_equals_the_full_forward(case, family, way):
     assert_same(WAYS[way](model, ids), full(model, ids))
 
 
+@pytest.mark.rows(default=10)
 @torch.no_grad()
 @each_base
 @each_scheme
@@ -189,7 +190,7 @@ def test_ways_agree_to_the_last_digits_in_float64(case, family):
 
 
 @torch.no_grad()
-@by_engines(case=SCHEMES, family=FAMILIES, strength=1, times=4)
+@by_engines(case=SCHEMES, family=FAMILIES)
 def test_every_family(case, family):
     # Twenty tokens: families with a window of eight have keys outside of it, and their caches drop them.
     model, ids = patched_model(case, family), tokens(2, LENGTH)
@@ -220,7 +221,7 @@ def packed(ids):
 
 
 @torch.no_grad()
-@by_engines(case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@by_engines(case=SCHEMES, family=FAMILIES)
 def test_packed_documents_equal_separate_ones(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     row, position_ids = packed(ids)
@@ -285,6 +286,7 @@ def test_greedy_generation(case, family, how):
     assert generate(model, ids, **GENERATIONS[how]).equal(by_hand(model, ids))
 
 
+@pytest.mark.rows(default=16)
 @torch.no_grad()
 @by_engines(how=["dynamic", "static"], case=CASES, family=BASES)
 def test_generation_of_prompts_of_different_lengths(case, family, how):
@@ -296,6 +298,7 @@ def test_generation_of_prompts_of_different_lengths(case, family, how):
     assert together[1, 4:].equal(by_hand(model, ids[1:, :6])[0])
 
 
+@pytest.mark.rows(default=10)
 @torch.no_grad()
 @each_base
 @each_scheme
@@ -308,6 +311,7 @@ def test_beam_search(case, family):
     assert generate(model, padded, num_beams=3, attention_mask=mask)[:, PADDING:].equal(expected)
 
 
+@pytest.mark.rows(default=7)
 @torch.no_grad()
 @each_base
 @each_scheme
@@ -322,7 +326,7 @@ def test_speculative_generation(case, family):
 
 
 @torch.no_grad()
-@matrix(case=SCORE_SCHEMES, family=FAMILIES, strength=1, times=3)
+@matrix(case=SCORE_SCHEMES, family=FAMILIES)
 def test_generation_of_every_family(case, family):
     model, ids = patched_model(case, family), tokens(2, 10)
     expected = by_hand(model, ids)
@@ -354,7 +358,7 @@ def enable_checkpointing(model, **options):
     enable(options)
 
 
-@by_engines(case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@by_engines(case=SCHEMES, family=FAMILIES)
 def test_gradient_checkpointing(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     expected = gradients(model, ids)
@@ -435,7 +439,7 @@ def pickled(model):
 
 
 @torch.no_grad()
-@matrix(copied=[copy.deepcopy, pickled], case=SCHEMES, family=FAMILIES, strength=1, times=3)
+@matrix(copied=[copy.deepcopy, pickled], case=SCHEMES, family=FAMILIES)
 def test_a_copy_lives_its_own_life(case, family, copied):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     stock, expected = full(tiny(family), ids), full(model, ids)

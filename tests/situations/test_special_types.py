@@ -60,6 +60,7 @@ def coordinates(*, alike, axes, step=1):
     return torch.stack([time, *seen][-axes:])[:, None]
 
 
+@pytest.mark.rows(default=3)
 @pytest.mark.parametrize("model_type", SEVERAL)
 @pytest.mark.parametrize("axes", [3, 4])
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_several_coordinates_are_refused_where_one_number_counts(model_type, sch
         logits(model, position_ids=coordinates(alike=False, axes=axes))
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("model_type", SEVERAL)
 @pytest.mark.parametrize("axes", [3, 4])
 def test_several_coordinates_turn_what_the_base_turns(model_type, axes, tmp_path):
@@ -122,6 +124,7 @@ MIXTURES = {
 }
 
 
+@pytest.mark.rows(default=1)
 @torch.no_grad()
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("model_type", TEMPERED)
@@ -186,6 +189,7 @@ def test_a_cropped_cache_is_counted_anew(model_type, scheme):
 CHUNKED = [Alibi(), Alibi(layers=[0]), Alibi(window=5)]
 
 
+@pytest.mark.rows(default=1)
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("scheme", "compiled"),
@@ -341,6 +345,7 @@ def can_share(model_type):
 TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and can_share(t)]
 
 
+@pytest.mark.rows(default=10)
 @pytest.mark.parametrize("model_type", TURNED)
 def test_a_share_of_each_head_is_a_share(model_type):
     """No type's own module of angles reads the share from somewhere else, or not at all."""

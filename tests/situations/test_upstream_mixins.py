@@ -122,6 +122,7 @@ def test_prompts_that_end_in_padding(family, case, cache):
         assert_same(cached, logits)
 
 
+@pytest.mark.rows(default=8)
 @torch.no_grad()
 @each_pair
 def test_ways_to_generate(family, case):
