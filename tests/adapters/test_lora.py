@@ -92,6 +92,7 @@ def test_a_config_is_made_before_the_first_adapter():
             lora_config(adapted)
 
 
+@pytest.mark.rows(default=6)
 @matrix(case=SCHEMES, family=FAMILIES)
 def test_what_is_trained(case, family):
     model = patched_model(case, family)
@@ -127,6 +128,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
     assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
 
 
+@pytest.mark.rows(default=6)
 @matrix(case=SCHEMES, family=["gpt2", "llama"])
 def test_an_adapter_refuses_another_base(case, family, tmp_path):
     trained(case, family, tmp_path)
@@ -139,6 +141,7 @@ def test_an_adapter_refuses_another_base(case, family, tmp_path):
     assert entry["position_encoding"]["schemes"][0]["scheme"] == case
 
 
+@pytest.mark.rows(default=4)
 @matrix(family=LEARNED, case=[case for case in SCHEMES if case not in JOINING])
 def test_peft_itself_refuses_a_stock_base_that_has_a_table(case, family, tmp_path):
     """GPT-2 and OPT: the adapter names their table, and has nothing (or another table) for it. Joining schemes leave it."""
@@ -237,6 +240,7 @@ def drawn(model, config):
     return wrapped
 
 
+@pytest.mark.rows(default=6)
 @pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("live", [True, False], ids=["live", "loaded"])

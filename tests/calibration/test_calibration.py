@@ -306,7 +306,7 @@ def test_a_base_that_the_scheme_can_express_is_recovered():
     assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 
 
-@pytest.mark.rows(default=2)
+@pytest.mark.rows(default=1)
 @matrix(scheme=[*SCORE_SCHEMES, *WITHOUT_POSITIONS], family=["llama", "gpt2"])
 def test_attention_comes_closer_to_the_bases(scheme, family):
     options = {
@@ -359,6 +359,7 @@ def test_keys_that_a_layer_borrows(model_type, scheme):
     assert all(layer.after.mean() < layer.before.mean() for layer in report.layers)
 
 
+@pytest.mark.rows(default=1)
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_bigcode", "biogpt"])
 def test_the_mean_of_a_table_stays(family):
     """In the token embeddings, where it enters the model as before: biogpt multiplies them on the way."""
@@ -467,6 +468,7 @@ def test_the_base_stays_what_it_was():
         assert ours[index].layer.hidden_states.equal(theirs[index].layer.hidden_states)
 
 
+@pytest.mark.slow
 def test_the_second_stage_moves_what_it_is_told_to():
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
     calibrate(model, windows(), matching=None)
@@ -501,7 +503,7 @@ def test_the_same_seed_gives_the_same_numbers():
     assert not found(0).equal(found(1))
 
 
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=0)
 @pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
 def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
     """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
@@ -566,6 +568,7 @@ def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
         assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
 
 
+@pytest.mark.slow
 def test_outputs_come_closer_to_the_bases():
     """And the vectors that Shaw's scheme puts beside values, which no attention tells of, are moved too."""
     model, seen = patch_model(tiny("llama"), "shaw", seed=0), []
@@ -639,7 +642,7 @@ def same_parameters(model, other):
     return all(p.equal(theirs.pop(n)) for n, p in model.named_parameters()) and not theirs
 
 
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=0)
 @pytest.mark.parametrize(
     ("stop", "case"),
     [
@@ -695,6 +698,7 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_state_of_something_else_is_refused(tmp_path):
     case, path = (("kerple", {}), {}), tmp_path / "state"
     calibrated_until(1, path, case)

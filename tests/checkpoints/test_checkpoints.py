@@ -353,6 +353,7 @@ LOAD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_process_that_never_imported_us(family, tmp_path):
     model = patched_model("alibi", family)
@@ -1090,7 +1091,7 @@ def test_the_marker_is_the_only_buffer_we_add():
 # ------------------------------------------------------------------------------------------------------ what loads as
 
 
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=0)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_next"])
 def test_experts_run_as_in_a_stock_model(tmp_path, model_type):
     """In a process that built no stock model of the class: what transformers finds out of one, its sub-classes have."""

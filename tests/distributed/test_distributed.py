@@ -82,7 +82,7 @@ def assert_equal(answers, logits=EXACT):
 # ------------------------------------------------------------------------------------------------- context parallelism
 
 
-@pytest.mark.rows(default=3)
+@pytest.mark.rows(default=1)
 @matrix(case=SCHEMES, family=BASES)
 def test_shared_sequence_is_one_sequence(pair, case, family):
     assert_equal(pair.run(compare_context_parallel, family, case))

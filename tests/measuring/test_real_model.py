@@ -40,6 +40,7 @@ def tokens(all_tokens):
     return all_tokens[:6000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "published"),
     [
@@ -56,6 +57,7 @@ def test_the_unpatched_model_has_the_perplexity_that_was_published(model, all_to
 QUICK = ("alibi", "rope", "learned")  # on scores, on queries and keys, on hidden states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in available_schemes()]
 )

@@ -49,7 +49,7 @@ OWN_ROTATION = ("llama", "rope", "layers", "")
 """`rope` without hyper-parameters is what this base does by itself, in every layer: naming some changes nothing."""
 
 
-@pytest.mark.rows(default=4)
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize("paired", [("gpt2",), pytest.param(("gpt2", "llama"), marks=pytest.mark.slow)], ids="+".join)
 @pytest.mark.parametrize("scheme", VALUES)
 def test_each_hyperparameter_counts_whatever_the_others_are(scheme, paired):

@@ -97,7 +97,7 @@ def test_unpatch_restores_everything(family, variant):
     assert_same(snapshot(model), before)
 
 
-@pytest.mark.rows(default=2)
+@pytest.mark.rows(default=1)
 @every_variant
 def test_unpatch_restores_a_bare_model(variant):
     scheme, hyperparameters = VARIANTS[variant]

@@ -85,6 +85,7 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
     assert recipe.Arguments().calibrate == "attention"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
     [pytest.param({}, marks=pytest.mark.slow), {"lora_rank": 2, "distill": 1}],

@@ -187,6 +187,7 @@ def test_a_signal_saves_first(recipe, training, tiny_checkpoints, text, monkeypa
     assert_same_weights(folder / "whole", folder / "cut")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, id="all"), pytest.param(2, id="lora", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 def test_ctrl_c_outside_the_training_says_what_is_kept(

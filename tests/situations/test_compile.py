@@ -180,6 +180,7 @@ def test_gapped_position_ids_with_a_key_for_each_distance(case):
         torch.compile(model, fullgraph=True, backend="aot_eager")(**batch)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("case", slower(["alibi", "transformer_xl"], ("alibi",)))
 def test_lengths_may_vary_without_a_graph_for_each(case):
@@ -192,6 +193,7 @@ def test_lengths_may_vary_without_a_graph_for_each(case):
     assert counter.frame_count <= 2  # one for the first length, one for any other
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("case", slower(["alibi", "rope"], ("alibi",)))
 def test_generate_compiles_by_itself(case):

@@ -460,7 +460,7 @@ def test_what_a_stock_model_cannot_do(model_type):
     assert (family.hybrid or family.joins_documents) == (model_type in JOINS_DOCUMENTS | PARTED_BY_US)
 
 
-@pytest.mark.rows(default=9)
+@pytest.mark.rows(default=6)
 @pytest.mark.parametrize("model_type", SERVED)
 def test_a_type_carries_what_it_says(model_type, tmp_path):
     """ALiBi everywhere, and in every third type one of the other schemes, in turn."""

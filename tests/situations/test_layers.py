@@ -51,7 +51,7 @@ def owns_the_positions(model, index):
     return index == 0 and "posenc" in layers_of(model)[0]._modules and "posenc" not in layers_of(model)[1]._modules
 
 
-@pytest.mark.rows(default=12, slow=100)
+@pytest.mark.rows(default=6, slow=100)
 @matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double])
 def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     model = patched_model(case, family, num_hidden_layers=3)
@@ -162,6 +162,7 @@ def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
     assert_same(logits(unpatch_model(model)), logits(tiny("llama")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["alibi", *(pytest.param(case, marks=pytest.mark.slow) for case in ("sinusoidal", "rope"))]
 )

@@ -345,6 +345,7 @@ def mixed_schemes(family, name):
 
 
 # PEFT reads an attribute that transformers has renamed.
+@pytest.mark.rows(default=8)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", MIXTURES)
 def test_an_adapter_on_a_mixture(name, tmp_path):
@@ -367,6 +368,7 @@ def test_an_adapter_on_a_mixture(name, tmp_path):
         hf_posenc.load_adapter(patch_model(base("llama"), other), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -418,7 +418,7 @@ def test_a_mask_by_kind_of_layer_is_checked_too():
         model.model(tokens(1, 6), attention_mask=masks)
 
 
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=0)
 @pytest.mark.parametrize("mask", [torch.ones(1, 1, 6, 6, dtype=torch.bool), torch.ones(1, 1, 6, 6, dtype=torch.int32)])
 def test_a_compiled_model_refuses_them_too(mask):
     model = torch.compile(patch_model(tiny("llama"), "alibi"), fullgraph=True, backend="aot_eager")
