@@ -211,8 +211,9 @@ def _revision(options: argparse.Namespace, checkpoint: str) -> dict[str, Any]:
     return {"revision": options.revision} if options.revision else {}
 
 
-def _dtype(options: argparse.Namespace) -> Any:
-    return "auto" if options.dtype == "auto" else getattr(torch, options.dtype)
+def _dtype(options: argparse.Namespace) -> str | torch.dtype:
+    chosen: str | torch.dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    return chosen
 
 
 def _print_loading(checkpoint: str) -> None:

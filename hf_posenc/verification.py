@@ -373,6 +373,11 @@ def _borrowed(family: Family, call: LayerCall) -> dict[str, Any]:
     return {} if name is None else {name: copy.copy(call.kwargs[name])}
 
 
+def _allowed_error(dtype: torch.dtype) -> float:
+    """Return the relative error that rounding explains. Eager attention takes its softmax in float32 at best."""
+    return max(torch.finfo(each).eps for each in (dtype, torch.float32)) ** 0.5
+
+
 def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[int, float]]:
     """Compare attention without a scheme with the model's own eager attention, and with itself at reversed positions.
 
@@ -395,9 +400,10 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
         hidden, args, kwargs = call.hidden_states, call.args, call.kwargs
         blank = hidden.new_zeros(1, 1, tokens.shape[1], tokens.shape[1])
 
-        def eager_mask(argument: Any, blank: Tensor = blank) -> Any:
-            is_channel = isinstance(argument, Tensor) and argument.ndim == 4
-            return positions.read(argument, *blank.shape[-2:]).mask(blank) if is_channel else argument
+        def eager_mask(argument: object, blank: Tensor = blank) -> object:
+            if not isinstance(argument, Tensor) or argument.ndim != 4:
+                return argument
+            return positions.read(argument, *blank.shape[-2:]).mask(blank)
 
         undo = Undo()
         try:
@@ -429,9 +435,7 @@ def _self_test(base: BaseModel, tokens: Tensor) -> tuple[dict[int, float], dict[
         finally:
             undo.roll_back()
         error = _change(plain, eager)
-        # Eager attention takes its softmax in float32, whatever the dtype.
-        precision = max(torch.finfo(dtype).eps for dtype in (hidden.dtype, torch.float32))
-        if not error < precision**0.5:
+        if not error < _allowed_error(hidden.dtype):
             errors[index] = error
     return errors, leftover
 
