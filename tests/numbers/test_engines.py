@@ -98,6 +98,7 @@ def results(engine, module, positions, tensors, shown, weight):
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
 
 
+@pytest.mark.rows(default=250)
 @matrix(row=ROWS, situation=SITUATIONS, heads_and_groups=[(4, 1), (6, 3), (5, 5)])
 def test_against_the_reference(row, situation, heads_and_groups):
     (engine, case), (heads, groups) = row, heads_and_groups
@@ -150,6 +151,7 @@ def test_a_saturation_whose_exponential_overflows(engine, weight):
         assert (module.form(tensors[0]).table(60).detach() / plain - 1).abs().max() < 1e-4
 
 
+@pytest.mark.rows(default=100)
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize(("engine", "case"), ROWS)
 def test_bfloat16(engine, case, situation):
@@ -244,6 +246,7 @@ def test_an_engine_without_sinks_leaves_them_to_one_that_has(engine):
         choose(engine, given)
 
 
+@pytest.mark.rows(default=100)
 @matrix(
     [
         *((*row, situation, 10) for row in ROWS for situation in SITUATIONS if row[0] != "clipped"),

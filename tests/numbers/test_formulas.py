@@ -166,6 +166,7 @@ def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None)
     return output, weights, {**leaves, **own}
 
 
+@pytest.mark.rows(default=180)
 @DTYPES
 @with_shapes(SCORES)
 def test_scores(case, shape, dtype):
