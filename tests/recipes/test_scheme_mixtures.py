@@ -167,11 +167,20 @@ def test_drope_fits_its_temperature_after_the_training(recipes, tiny_checkpoints
     """One strength for longer contexts; every other weight is that of the run without the fit."""
     recipe, folder = importlib.import_module("hf_posenc.recipes.extend_context"), tiny_checkpoints
     temperature = '{"scheme":"temperature","strength":20,"trainable":true,"share_heads":true,"share_layers":true}'
-    common = {"scheme": f'["nope",{temperature}]', "steps": 2, "train_length": 32, "recovery_steps": 0, "lengths": 16}
+    norm = '{"scheme":"qk_norm","exponent":1.0}'
+    common = {
+        "scheme": f'["nope",{norm},{temperature}]',
+        "steps": 2,
+        "train_length": 32,
+        "recovery_steps": 0,
+        "lengths": 16,
+    }
     recipe.main(options(folder, text, folder / "plain", **common))
     results = recipe.main(options(folder, text, folder / "fitted", **common, fit_temperature="40 48"))
     plain, fitted = weights(folder / "plain"), weights(folder / "fitted")
-    (strength,) = {name for name in fitted if not torch.equal(plain[name], fitted[name])}
+    changed = {name for name in fitted if not torch.equal(plain[name], fitted[name])}
+    assert len(changed) == 1, changed
+    (strength,) = changed
     assert strength.endswith("posenc.strength")
     assert plain[strength].item() == 20  # within the base's length it does nothing, so training does not move it
     assert [fitted[strength].item()] in results["temperature"]["strengths"].values()
