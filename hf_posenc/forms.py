@@ -22,7 +22,10 @@ from .attention_call import Call
 T = TypeVar("T")
 
 OfDistance = Callable[[Tensor], Tensor]
-"""Distances, integers >= 0 of any shape -> one number per head and distance, (H, *shape), float32 or float64."""
+"""Distances >= 0 of any shape -> one number per head and distance, (H, *shape), float32 or float64.
+
+They are integers, or real numbers too if `ScoreModule.real` says so.
+"""
 
 Table = Callable[[int], Tensor]
 """Number of distances, counted from 0 -> a tensor with these distances in dimension 1."""
@@ -125,7 +128,8 @@ class Curves(Form):
     def by_pair(self, call: Call) -> Tensor:
         """Return the number for each pair of query and key, (B|1, H, Q, L)."""
         distance = call.distance()
-        if torch.compiler.is_compiling():  # a table would need a length that is unknown here
+        # A table would need a length, which is unknown while compiling, and has no rows between the integers.
+        if torch.compiler.is_compiling() or call.positions.real:
             return self.values(distance[:, 0]).transpose(0, 1)
         # There are Q times fewer distances than pairs, and reading a table costs less than most formulas.
         return at_distance(self.table(call.distances()), distance)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .attention_call import Call
 from .forms import Content, Form
+from .positions import require_whole
 from .sinusoids import sinusoids
 
 
@@ -46,7 +47,13 @@ class ScoreModule(PositionModule):
     If `hf_posenc.forms` has the formula, return it from `form`: then every engine that takes this form computes the
     attention. Otherwise define `scores`, and `mix` if the weighted sum of values changes: then only engines that take
     every formula do. With neither, this is attention without positions.
+
+    Attributes:
+        real: whether the formula is defined between whole distances too. Otherwise `position_ids` that are real numbers
+            are refused.
     """
+
+    real: ClassVar[bool] = False
 
     def forward(
         self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]
@@ -59,8 +66,17 @@ class ScoreModule(PositionModule):
 
         Returns:
             output (B, Q, H, D) in the query's dtype, and the weights (B, H, Q, L) if the call wants them.
+
+        Raises:
+            ValueError: if the positions are real numbers, and the formula has whole distances only.
         """
+        self.check_positions(call)
         return attend(replace(call, module=self, form=self.form(call.query)))
+
+    def check_positions(self, call: Call) -> None:
+        """Raise ValueError if the positions of a call are real numbers, and the formula has whole distances only."""
+        if not self.real:
+            require_whole(call.positions.query_positions, f"the scheme of this layer ({type(self).__name__})")
 
     def form(self, like: Tensor) -> Form | None:
         """Return the form of the scores, or None if no form describes them.
@@ -138,6 +154,8 @@ class Additions(nn.Module):
 
 class WithoutPositions(ScoreModule):
     """Attention without a scheme on its scores: only the mask tells positions."""
+
+    real = True
 
     def form(self, like: Tensor) -> Content:
         """Return the form without distances, see `ScoreModule.form`."""

@@ -197,6 +197,7 @@ def _channel_of_positions(
             f"under context parallelism pass an attention mask of the shard's own tokens, {tuple(shape)}, or the one "
             f"of hf_posenc.shard_sequence, not a mask {tuple(mask.shape)} of {mask.dtype}"
         )
+    positions.require_whole(ids, "context parallelism")
     valid = torch.ones(shape, dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
     position = torch.where(valid, ids.expand(shape), -1).to(torch.int32)
     all_positions = _all_gather(position, group).movedim(0, 1).flatten(1)
@@ -390,6 +391,8 @@ def _checked_batch(batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         raise ValueError(
             "a batch has either input_ids or inputs_embeds, and no more than one of labels and shift_labels"
         )
+    if "position_ids" in tensors:
+        positions.require_whole(tensors["position_ids"], "context parallelism")
     rows, length = tensors[token_keys[0]].shape[:2]
     for key, value in tensors.items():
         if value.shape[:2] != (rows, length) and not (key == "position_ids" and value.shape == (1, length)):

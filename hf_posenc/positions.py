@@ -37,7 +37,9 @@ INTEGER_MASK = (
     "mask (added to the scores)"
 )
 
-FRACTIONS = "position_ids count tokens, so they must be integers, not {dtype}"
+NO_POSITIONS = "position_ids must be integers, or real numbers in float32 or float64, not {dtype}"
+
+WHOLE = "{where} takes whole position_ids only, and these are real numbers ({dtype}): pass integers"
 
 UNKNOWN_FIRST = (
     "the scheme keeps the first tokens of each sequence visible (sinks), and a 4-D attention mask does not say which "
@@ -66,16 +68,32 @@ def ensure(holds: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def _as_integers(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert position ids to an integer dtype; ValueError if they are not integers."""
+def _as_numbers(position_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return position ids in this integer dtype, or as they are if they are real numbers; ValueError if neither."""
+    if position_ids.dtype in (torch.float32, torch.float64):
+        return position_ids
     if position_ids.is_floating_point() or position_ids.is_complex() or position_ids.dtype == torch.bool:
-        raise ValueError(FRACTIONS.format(dtype=position_ids.dtype))
+        raise ValueError(NO_POSITIONS.format(dtype=position_ids.dtype))
     return position_ids.to(dtype)
+
+
+def require_whole(position_ids: Tensor, where: str) -> None:
+    """Raise ValueError if position ids are real numbers.
+
+    Args:
+        position_ids: the ids.
+        where: what takes integers only, for the message.
+    """
+    if position_ids.is_floating_point():
+        raise ValueError(WHOLE.format(where=where, dtype=position_ids.dtype))
 
 
 @dataclass(frozen=True)
 class Positions:
     """Positions, order and visibility of Q queries and L keys. Integer tensors; `key_valid` and `query_valid` are bool.
+
+    Positions that the caller chose (`follow`) may be real numbers, float32 or float64. Causal order, windows and
+    documents count slots all the same.
 
     Attributes:
         query_positions: (B|1, Q) positions of the queries; distances are measured between positions.
@@ -106,6 +124,11 @@ class Positions:
     distance_cap: Tensor | None = None
 
     @property
+    def real(self) -> bool:
+        """Whether positions, and so distances, are real numbers."""
+        return self.query_positions.is_floating_point()
+
+    @property
     def key_kept(self) -> Tensor | None:
         """True for keys that stay visible outside the window, (B|1, L); None means no such keys."""
         return None if self.distance_cap is None else self.distance_cap < NO_WINDOW
@@ -129,7 +152,7 @@ class Positions:
         return unpack(pack(index[:, key_length - query_length :], index), query_length)
 
     def distance(self) -> Tensor:
-        """Return query position minus key position, (B|1, 1, Q, L) int32; meaningless for invisible keys.
+        """Return query position minus key position, (B|1, 1, Q, L); meaningless for invisible keys.
 
         Keys that stay visible outside the window are no further than their `distance_cap`.
         """
@@ -211,17 +234,17 @@ class Positions:
         the same tokens, so they get the same ids.
 
         Args:
-            position_ids: (B|1, Q) or None.
+            position_ids: (B|1, Q) or None; integers or real numbers.
 
         Returns:
             Positions; `self` if there are no position ids.
 
         Raises:
-            ValueError: if the ids are not integers, or a filled cache comes with chosen ids (see `ensure`).
+            ValueError: if the ids are no such numbers, or a filled cache comes with chosen ids (see `ensure`).
         """
         if position_ids is None:
             return self
-        chosen = _as_integers(position_ids, self.query_positions.dtype)
+        chosen = _as_numbers(position_ids, self.query_positions.dtype)
 
         def differs_from(count: Tensor) -> Tensor:
             return ((chosen != count) & self.query_valid).any(-1, keepdim=True)
@@ -251,8 +274,13 @@ class DensePositions:
     seen: Tensor
     query_positions: Tensor
 
+    @property
+    def real(self) -> bool:
+        """Whether positions, and so distances, are real numbers."""
+        return self.pairs.is_floating_point()
+
     def distance(self) -> Tensor:
-        """Return query position minus key position, (B|1, 1, Q, L) int32."""
+        """Return query position minus key position, (B|1, 1, Q, L)."""
         return self.pairs
 
     def positions_of_keys(self) -> Tensor:
@@ -298,17 +326,17 @@ class DensePositions:
         """Take distances from position ids, if queries and keys are the same tokens (no cache).
 
         Args:
-            position_ids: (B|1, Q) or None.
+            position_ids: (B|1, Q) or None; integers or real numbers.
 
         Returns:
             DensePositions; with a cache `self`, whose distances are those of the slots in the mask.
 
         Raises:
-            ValueError: if the ids are not integers.
+            ValueError: if the ids are no such numbers.
         """
         if position_ids is None:
             return self
-        ids = _as_integers(position_ids, self.pairs.dtype)
+        ids = _as_numbers(position_ids, self.pairs.dtype)
         if self.pairs.shape[-2] != self.pairs.shape[-1]:
             return self
         return replace(self, pairs=(ids[:, :, None] - ids[:, None, :])[:, None], query_positions=ids)

@@ -85,9 +85,14 @@ def fine_tuned(options: argparse.Namespace, ids: Tensor, trained: int, found: di
     length = trained * max(1, largest // 2)
     rest = ids[options.tokens :]
     train = rest[: len(rest) // length * length].view(-1, length)
-    for name, arguments in rotations(trained, largest).items():
+    every = rotations(trained, largest)
+    if unknown := set(options.fine_tuned or ()) - set(every):
+        raise SystemExit(f"no rotation {', '.join(sorted(unknown))}; choose from {'; '.join(every)}")
+    for name, arguments in every.items():
         for seed in options.seeds:
-            if name.endswith(CACHED) or (row := f"{name}, seed {seed}") in found["fine_tuned"]:
+            if name not in (options.fine_tuned or every) or name.endswith(CACHED):
+                continue
+            if (row := f"{name}, seed {seed}") in found["fine_tuned"]:
                 continue
             model = load(options.checkpoint)
             if arguments is not None:
@@ -95,7 +100,7 @@ def fine_tuned(options: argparse.Namespace, ids: Tensor, trained: int, found: di
             fine_tune(model, train, {}, rate=options.rate, tokens_at=[options.fine_tune], batch_size=1, seed=seed)
             model.eval()
             for each in (name, name + CACHED):
-                if each in rotations(trained, largest):
+                if each in every:
                     found["fine_tuned"][f"{each}, seed {seed}"] = {
                         str(multiple): measured(model, *windows(options, ids, trained, multiple, each))
                         for multiple in options.multiples
@@ -121,6 +126,7 @@ def main() -> int:
     parser.add_argument("--multiples", type=int, nargs="+", default=[1, 2, 4, 8], help="of the trained length")
     parser.add_argument("--fine-tune", type=int, default=0, help="tokens of fine-tuning; 0: no fine-tuning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of fine-tuning")
+    parser.add_argument("--fine-tuned", nargs="+", help="fine-tune only these rotations (default: all)")
     parser.add_argument("--rate", type=float, default=3e-4, help="of fine-tuning")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()

@@ -25,6 +25,7 @@ class Engine:
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
         gates: whether it takes calls with forget gates.
+        real: whether it takes positions that are real numbers.
         value_sizes: whether it takes values whose size differs from that of queries and keys. Otherwise smaller
             values are padded with zeros.
     """
@@ -33,6 +34,7 @@ class Engine:
     traced: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     gates: ClassVar[bool] = False
+    real: ClassVar[bool] = False
     value_sizes: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
     wrong_form: ClassVar[str]
@@ -68,6 +70,8 @@ class Engine:
             return "the model has attention sinks, which this engine does not compute"
         if call.log_gates is not None and not self.gates:
             return "the layer has forget gates, which this engine does not compute"
+        if call.positions.real and not self.real:
+            return "the positions are real numbers, and this engine counts whole distances"
         size, values = call.query.shape[-1], call.value.shape[-1]
         if values != size and not self.value_sizes:
             if values > size:

@@ -34,6 +34,7 @@ class Chunked(Engine):
     name = "chunked"
     sinks = True
     gates = True
+    real = True
     value_sizes = True
 
     def why_not(self, call: Call) -> str | None:

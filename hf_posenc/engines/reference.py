@@ -14,6 +14,7 @@ class Reference(Engine):
     traced = True
     sinks = True
     gates = True
+    real = True
     value_sizes = True
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor]:

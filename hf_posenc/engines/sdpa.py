@@ -37,6 +37,7 @@ class Sdpa(Engine):
     wrong_form = "it computes attention without positions, and this scheme changes scores"
     traced = True
     gates = True
+    real = True
     value_sizes = True
 
     def considered(self, call: Call) -> bool:

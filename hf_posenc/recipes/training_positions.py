@@ -12,8 +12,8 @@ import hf_posenc
 
 from .options import Length, Limit, Options, UsageError, as_usage_error, refuse
 
-PLAIN, POSE, RANDOMISED = "plain", "pose", "randomised"
-KINDS = (PLAIN, POSE, RANDOMISED)
+PLAIN, POSE, RANDOMISED, REAL = "plain", "pose", "randomised", "real"
+KINDS = (PLAIN, POSE, RANDOMISED, REAL)
 """Values of `--positions`."""
 PROBE_TOKENS = 16
 """Number of tokens with which a model is asked whether it follows chosen positions."""
@@ -25,8 +25,8 @@ class PositionArguments(Options):
 
     Args:
         positions: plain counts them from 0. pose cuts each window into chunks and skips positions between them;
-            randomised draws sorted positions. Windows stay short, and meet the distances of long ones. Steps of the
-            recovery, and measurements, keep plain positions.
+            randomised draws sorted positions, and real draws them between the integers as well. Windows stay short,
+            and meet the distances of long ones. Steps of the recovery, and measurements, keep plain positions.
         position_length: chosen positions are below this number; it must exceed --train-length.
         pose_chunks: chunks of a window with --positions pose.
     """
@@ -65,9 +65,11 @@ class ChosenPositions:
       chunks to half of the window; here all cuts are equally likely.
     - `randomised` (Ruoss et al. 2023, arXiv:2305.16843, section 3.1): `L` different ids, drawn uniformly from `0 .. P -
       1` and sorted. The paper draws once for a batch, here each window has its own ids.
+    - `real` (arXiv:2602.14050): `L` real numbers, drawn uniformly from 0 to `P - 1` and sorted. For schemes that are
+      functions of the distance; all others refuse them.
 
     Attributes:
-        kind: `pose` or `randomised`.
+        kind: `pose`, `randomised` or `real`.
         length: number of positions, `P`.
         chunks: number of chunks.
         seed: seed of the draws. The ids of a window depend on this and on the window's number in the run alone.
@@ -96,14 +98,16 @@ class ChosenPositions:
             tokens: tokens in a window.
 
         Returns:
-            `position_ids` and `attention_mask`, both `(B, T)` int64.
+            `position_ids` (B, T), int64, or float32 for `real`; and `attention_mask` (B, T), int64.
         """
         ids = torch.tensor([self.draw(window, tokens) for window in windows])
-        return {"position_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return {"position_ids": ids, "attention_mask": torch.ones(ids.shape, dtype=torch.int64)}
 
-    def draw(self, window: int, tokens: int) -> list[int]:
-        """Return the ids of one window: different, sorted, and below `length`."""
+    def draw(self, window: int, tokens: int) -> list[int] | list[float]:
+        """Return the ids of one window: sorted, and below `length`. Those that are integers are different."""
         generator = random.Random(f"{self.seed} positions {window}")
+        if self.kind == REAL:
+            return sorted(generator.uniform(0, self.length - 1) for _ in range(tokens))
         if self.kind == RANDOMISED:
             return sorted(generator.sample(range(self.length), tokens))
         starts = {0, *generator.sample(range(1, tokens), self.chunks - 1)}
@@ -124,11 +128,13 @@ def check_follows(model: PreTrainedModel, arguments: PositionArguments) -> None:
     length = min(PROBE_TOKENS, arguments.position_length)
     counted, chosen = torch.arange(length, device=model.device)[None].repeat(2, 1, 1)
     chosen[:, length // 2 :] += arguments.position_length - length
-    tokens = counted % model.get_input_embeddings().weight.shape[0]
+    tokens, shown = counted % model.get_input_embeddings().weight.shape[0], torch.ones_like(counted)
+    if arguments.positions == REAL:
+        chosen = chosen.float()
     subject = f"--positions {arguments.positions}: "
-    with as_usage_error(f"{subject}this model takes no chosen positions: ", TypeError, ValueError):
+    with as_usage_error(f"{subject}this model takes no such positions: ", TypeError, ValueError, RuntimeError):
         logits = [
-            model(input_ids=tokens, position_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            model(input_ids=tokens, position_ids=ids, attention_mask=shown, use_cache=False).logits
             for ids in (counted, chosen)
         ]
     if hf_posenc.is_patched(model):  # a scheme may start neutral: verify looks past that

@@ -121,6 +121,8 @@ class Alibi(ScoreScheme):
 class LinearBias(ScoreModule):
     """The scores `q . k - m_h d`, with a parameter `slopes` (H,) if trainable."""
 
+    real = True
+
     def __init__(self, start: list[float], trainable: bool, windows: tuple[int | None, ...] | None = None) -> None:
         """Store the slopes and windows.
 

@@ -55,6 +55,8 @@ class BAM(ScoreScheme):
 class GeneralizedGaussian(ScoreModule):
     """`q . k - r_h (|d - c_h| + 1e-5)^p_h`; parameters `raw_scale`, `raw_exponent` and perhaps `centre`, (H,)."""
 
+    real = True
+
     def __init__(self, num_heads: int, centre: bool) -> None:
         """Make the parameters.
 

@@ -45,6 +45,8 @@ class DATransformer(ScoreScheme):
 class DistanceRescaling(ScoreModule):
     """The module of `da_transformer`, with the parameters `distance_weight` (`w`) and `saturation` (`v`), both (H,)."""
 
+    real = True
+
     def __init__(self, num_heads: int, relu: bool) -> None:
         """Make the parameters.
 

@@ -429,6 +429,7 @@ class FarRotation(Rotated):
 
     def forward(self, call: Call, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """Hand a call with rotated queries and keys to an engine, see `ScoreModule.forward`."""
+        self.check_positions(call)
         output, weights = attend(self.prepared(call))
         return output.to(call.query.dtype), None if weights is None else weights.to(call.query.dtype)
 
@@ -474,6 +475,7 @@ class GrowingRotation(Rotated):
 
     def forward(self, call: Call, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """Hand calls with rotated queries and keys to an engine, one for each length, see `ScoreModule.forward`."""
+        self.check_positions(call)
         if torch.compiler.is_compiling() and call.query.shape[2] > 1:
             return self.outside_of_graphs(call, attend)
         return self.attended(call, attend)

@@ -48,6 +48,8 @@ class Fire(ScoreScheme):
 class RelativeBias(ScoreModule):
     """The module of `fire`: `input_weight` and `input_bias` (W,), `output_weight` (H, W), `rate` and `reach` (1,)."""
 
+    real = True
+
     def __init__(self, num_heads: int, hidden_size: int, threshold: float) -> None:
         """Make the parameters.
 

@@ -70,6 +70,8 @@ class Kerple(ScoreScheme):
 class LogarithmicBias(ScoreModule):
     """`q . k - r_h ln(1 + s_h d)`; parameters `raw_scale` (H,) for `r` and `raw_rate` (H,) for `s`."""
 
+    real = True
+
     def __init__(self, num_heads: int) -> None:
         """Make the parameters.
 
@@ -97,6 +99,8 @@ class LogarithmicBias(ScoreModule):
 
 class PowerBias(ScoreModule):
     """`q . k - r_h d^p_h`; parameters `raw_scale` (H,) for `r` and `raw_exponent` (H,) for `p`."""
+
+    real = True
 
     def __init__(self, num_heads: int) -> None:
         """Make the parameters.

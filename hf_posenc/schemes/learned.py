@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..dims import Dims
 from ..modules import Native, PositionEmbedding, parameter
+from ..positions import require_whole
 from ..registry import register_scheme
 from ..sinusoids import geometric_frequencies, sinusoids
 from .base import EmbeddingScheme, init
@@ -143,6 +144,7 @@ class Table(PositionEmbedding):
         A position past its end raises ValueError, or in compiled code the device's index error.
         """
         rows = self.table.shape[0]
+        require_whole(position_ids, "a learned table")
         if not torch.compiler.is_compiling() and position_ids.numel():
             last = int(position_ids.max())
             if last >= rows:

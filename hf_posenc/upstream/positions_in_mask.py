@@ -82,6 +82,7 @@ def _with_channel(model: Any, arguments: Arguments, tokens: Tensor, *, as_bool: 
 
 def _following(channel: Tensor, position_ids: Tensor) -> Tensor:
     """Return a compact channel with the position ids that the caller chose, see `Positions.follow`."""
+    positions.require_whole(position_ids, "the mask, which carries the positions of this model type,")
     queries = position_ids.shape[-1]
     followed = _compact(channel, queries).follow(position_ids)
     new_positions = torch.cat([followed.query_positions, followed.key_positions], -1)

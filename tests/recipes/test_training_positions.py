@@ -12,6 +12,7 @@ import hf_posenc
 
 POSE = {"positions": "pose", "position_length": 100, "pose_chunks": 3}
 RANDOMISED = {"positions": "randomised", "position_length": 100}
+REAL = {"positions": "real", "position_length": 100}
 
 
 @pytest.fixture
@@ -60,7 +61,15 @@ def test_randomised_positions_are_the_papers(positions):
     assert all(abs(rows.count(row) / len(rows) - 1 / 10) < 0.02 for row in wanted)
 
 
-@pytest.mark.parametrize("kind", ["pose", "randomised"])
+def test_real_positions_are_uniform(positions):
+    """Sorted draws of a uniform number: on average, the n-th of N is at n / (N + 1) of the way."""
+    rows = positions.ChosenPositions("real", 11, 2, seed=0).inputs(range(4000), 4)["position_ids"]
+    assert rows.dtype == torch.float32
+    assert torch.allclose(rows.mean(0), torch.tensor([2.0, 4.0, 6.0, 8.0]), atol=0.15)
+    assert (rows != rows.round()).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("kind", ["pose", "randomised", "real"])
 def test_positions_depend_on_seed_and_window_alone(positions, kind):
     first, second = (positions.ChosenPositions(kind, 500, 2, seed) for seed in (0, 1))
     whole = first.inputs(range(6), 40)
@@ -95,7 +104,12 @@ def test_a_skip_is_no_new_document(positions):
 
 
 @pytest.mark.parametrize(
-    "asked", [pytest.param(POSE, id="pose", marks=pytest.mark.slow), pytest.param(RANDOMISED, id="randomised")]
+    "asked",
+    [
+        pytest.param(POSE, id="pose", marks=pytest.mark.slow),
+        pytest.param(RANDOMISED, id="randomised"),
+        pytest.param(REAL, id="real", marks=pytest.mark.slow),
+    ],
 )
 def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, asked):
     """A run with random positions ends with the same bits after a stop. Recovery steps have plain positions."""
@@ -168,7 +182,7 @@ WRONG = {
     "many chunks": ({**POSE, "pose_chunks": 49}, "--pose-chunks 49 are more than the tokens of a window, 48"),
     "chunks of none": ({**RANDOMISED, "pose_chunks": 3}, "--pose-chunks has no effect with --positions randomised"),
     "a length of none": ({"position_length": 64}, "--position-length has no effect with --positions plain"),
-    "another kind": ({"positions": "yarn"}, "--positions must be one of plain, pose, randomised, not yarn"),
+    "another kind": ({"positions": "yarn"}, "--positions must be one of plain, pose, randomised, real, not yarn"),
     "documents": ({**POSE, "packing": "documents"}, "cannot be combined with --packing documents"),
     "shared sequences": (
         {**POSE, "context_parallel": 2},
@@ -183,6 +197,21 @@ WRONG = {
     "a table": (
         {**POSE, "scheme": "learned", "scheme_args": "num_positions=64"},
         "--scheme learned ends at 64 positions, --train-length, --lengths and --position-length go to 100",
+    ),
+    "whole distances": (
+        {**REAL, "scheme": "t5"},
+        "--positions real: this model takes no such positions: the scheme of this layer (BucketedBias) takes whole",
+    ),
+    "a stock table": (
+        {
+            **REAL,
+            "scheme": "unpatched",
+            "train_length": 32,
+            "recovery_steps": 0,
+            "model": "gpt2",
+            "position_length": 33,
+        },
+        "the base's table ends at 32 positions",
     ),
     "the base's table": (
         {**POSE, "scheme": "unpatched", "train_length": 32, "recovery_steps": 0, "model": "gpt2"},

@@ -524,10 +524,10 @@ def test_chosen_ids_that_change_from_counted_positions_to_slots_are_chosen(schem
 
 @torch.no_grad()
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()], ids=["compact", "dense"])
-@pytest.mark.parametrize("cast", [torch.Tensor.double, torch.Tensor.half], ids=["double", "half"])
-def test_position_ids_that_are_no_integers_are_refused(cast, mask):
+@pytest.mark.parametrize("cast", [torch.Tensor.bool, torch.Tensor.half, torch.Tensor.bfloat16])
+def test_position_ids_that_are_no_numbers_of_enough_digits_are_refused(cast, mask):
     model, ids = patch_model(tiny("llama"), "alibi"), tokens(1, 8)
-    with pytest.raises(ValueError, match="must be integers, not torch"):
+    with pytest.raises(ValueError, match="must be integers, or real numbers in float32 or float64, not torch"):
         model(ids, attention_mask=mask, position_ids=cast(torch.arange(8)[None] * 0.5), use_cache=False)
 
 
