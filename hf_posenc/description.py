@@ -67,7 +67,7 @@ class Description:
                 *lines,
                 f"  attention   {self.attention}",
                 f"  positions   {'no limit' if self.limit is None else self.limit}",
-                f"  parameters  {self.parameters:,} in {self.tensors} tensors",
+                f"  parameters  {self.parameters:,} in {self.tensors} tensor{'' if self.tensors == 1 else 's'}",
             ]
         )
 
@@ -132,8 +132,7 @@ def which_engine(
     Args:
         model: a patched model, also with an adapter of PEFT around it.
         length: number of queries.
-        keys: number of keys, cached ones included; None means `length`. With more keys than queries the call takes no
-            gradients.
+        keys: number of keys, cached ones included; None means `length`. With more keys than queries, gradients are off.
         dtype: dtype of queries and keys; None means the model's dtype.
         dropout: probability that an attention weight is dropped.
         weights: whether the attention weights are wanted.
@@ -145,7 +144,7 @@ def which_engine(
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if the model is wrapped (DistributedDataParallel) or sharded (FSDP).
-        ValueError: if the arguments make no call, the engine that was chosen when patching cannot compute the call, or
+        ValueError: if an argument is out of range, the engine that was chosen when patching cannot compute the call, or
             the model is on the meta device.
     """
     check_unwrapped(model, "ask for the engine")
@@ -153,7 +152,8 @@ def which_engine(
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
-    if length < 1 or (keys is not None and keys < length) or not 0 <= dropout < 1:
+    keys = length if keys is None else keys
+    if length < 1 or keys < length or not 0 <= dropout < 1:
         raise ValueError(
             f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
             "at least length, dropout at least 0 and below 1"
@@ -165,9 +165,9 @@ def which_engine(
         raise ValueError("the model is on the meta device, where nothing computes attention: ask once it has weights")
     base = BaseModel.of(model)
     attention: Any = base.modules.attention_of[_layer_with_attention(base, layer)]
-    cached = keys is not None and keys > length  # generation, which takes no gradients
+    cached = keys > length  # generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
-        call = _call_of(base, attention, length, keys or length, dtype or model.dtype)
+        call = _call_of(base, attention, length, keys, dtype or model.dtype)
         module = owner_of(attention.posenc)
         with brought_in(model, module):
             call = replace(call, module=module, form=module.form(call.query), dropout=dropout, weights=weights)

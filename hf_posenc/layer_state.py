@@ -32,8 +32,8 @@ class OnAttention:
         family: model type of the family whose methods replace the stock forward.
         rotation: reference to the module whose cosines and sines those methods use to rotate queries and keys.
         pairs: which dimensions those methods rotate together, `half` or `interleaved`.
-        cache: index and name of the argument of the attention that holds the cache, for schemes that use numbers of
-            tokens.
+        cache: index and name of the argument of the attention that holds the cache, for schemes that compute a number
+            for each token.
         exchange: the `Exchange` that fetches keys from other processes, inside `context_parallel`; otherwise None.
     """
 

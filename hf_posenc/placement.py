@@ -35,7 +35,7 @@ class Placed(Protocol):
 
     @property
     def layers(self) -> Layers:
-        """Layers of the scheme; indices once it is fitted to a model."""
+        """Layers of the scheme, as indices once it is fitted to a model; None means all."""
 
     @property
     def window(self) -> int | None:
@@ -58,11 +58,11 @@ class Carrier(Protocol):
 
     @property
     def positions_in_mask(self) -> bool:
-        """Whether layers can only take their positions from the mask of our attention function."""
+        """Whether positions reach the layers only through the mask of our attention function."""
 
 
 class Base(Carrier, Protocol):
-    """A model before it is changed, as placements see it."""
+    """A model, as placements see it."""
 
     @property
     def name(self) -> str:
@@ -103,13 +103,13 @@ class Base(Carrier, Protocol):
         """Raise UnsupportedModelError if this package's attention function cannot compute the base's attention."""
 
     def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
-        """Raise UnsupportedModelError if numbers of tokens cannot be cached beside the keys of these layers."""
+        """Raise UnsupportedModelError if a number for each token cannot be cached beside the keys of these layers."""
 
     def fit_rotation(self, scheme: Any) -> Any:
         """Fill in the missing hyper-parameters of a rotary scheme from the base; raise if the base lacks them."""
 
     def own_angles(self, scheme: Any) -> Mapping[int, Any]:
-        """Return how the base rotates each layer of a scheme that rotates at the call; raise if that is impossible."""
+        """Return how the base rotates each layer of a scheme that rotates after the cache; raise if it cannot."""
 
     def has_own_rotation(self, scheme: Any) -> bool:
         """Return whether a fitted rotary scheme equals the base's own rotation."""
@@ -160,7 +160,7 @@ class StockForm:
     """The positions that a stock checkpoint of a patched model would have to hold.
 
     Attributes:
-        turned: whether each layer uses the rotation of the model; a stock checkpoint has only one.
+        turned: whether each layer is rotated; a stock checkpoint has only one rotation.
         table: whether the vectors at the input become the base's own table.
     """
 
@@ -191,7 +191,7 @@ class Placement:
         return False
 
     def uses_tokens(self) -> bool:
-        """Return whether the schemes use numbers that they make of the hidden states of each token."""
+        """Return whether the schemes compute numbers from the hidden states of each token."""
         return False
 
     def fit(self, scheme: S, base: Base) -> S:
@@ -341,12 +341,12 @@ class OnScores(Placement):
 
 
 class OnRotatedScores(OnScores):
-    """A module on each attention rotates queries and keys by the base's frequencies, beside the cache."""
+    """A module on each attention rotates queries and keys by the base's frequencies, after the cache."""
 
     words = "on queries and keys, as scores are computed"
 
     def fit(self, scheme: Any, base: Base) -> Any:
-        """Fill in the base's length, and check that its rotation can wait for the scores, see `Placement.fit`."""
+        """Fill in the base's length, and check that it can be rotated after the cache, see `Placement.fit`."""
         angles = base.own_angles(scheme)
         return super().fit(scheme.with_base(base.length, tuple(angles.values())), base)
 
@@ -407,7 +407,7 @@ class OnHidden(Placement):
             site.before_layer(layer, scheme.build(site.dims) if owner is None else owner)
 
     def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
-        """Return whether layers add the vectors and read their positions from the mask."""
+        """Return whether they have a window, or layers add the vectors and read positions from the mask."""
         in_layers = self.every_layer or not carrier.has_table
         return super().needs_our_attention(scheme, carrier) or (carrier.positions_in_mask and in_layers)
 
@@ -442,7 +442,7 @@ class OnQueries(Placement):
         return True
 
     def order(self) -> int:
-        """Return 1: a factor acts on queries that have their size, see `OnSizes`."""
+        """Return 1: a factor acts after `OnSizes`, whose norm would divide it out."""
         return 1
 
     def scales_queries(self) -> bool:
@@ -505,12 +505,12 @@ class OnSizes(OnQueries):
 
 
 class OnTokens(OnQueries):
-    """A module on each attention changes its calls by numbers that it makes of the hidden states."""
+    """A module on each attention changes scores by numbers that it computes from the hidden states."""
 
     words = "on attention scores, by numbers of each token"
 
     def __init__(self) -> None:
-        """Say that the change does not depend on positions, but on the order of tokens alone."""
+        """Say that the change does not depend on positions."""
         super().__init__(by_position=False)
 
     def scales_queries(self) -> bool:
@@ -545,7 +545,7 @@ class OnRotary(Placement):
         site.turn(scheme)
 
     def needs_our_attention(self, scheme: Placed, carrier: Carrier) -> bool:
-        """Return whether layers read their positions from the mask."""
+        """Return whether they have a window, or layers read their positions from the mask."""
         return super().needs_our_attention(scheme, carrier) or carrier.positions_in_mask
 
     def needs_queries(self) -> bool:
@@ -561,7 +561,7 @@ class OnRotary(Placement):
         return base.has_own_rotation(scheme)
 
     def needs_one_coordinate(self, scheme: Any, base: Base) -> bool:
-        """Return whether our module computes the angles: only those of transformers take several coordinates."""
+        """Return whether our module computes the angles: only transformers' modules take several coordinates."""
         return scheme.rope_parameters() is None
 
     def answers(self, layer: int, base: Base) -> bool:

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     SchemeClass = TypeVar("SchemeClass", bound=type[Scheme])
 
 SCHEMES, FAMILIES = "hf_posenc.schemes", "hf_posenc.families"
-"""Groups of entry points."""
+"""Groups of entry points. Each has the name of the package with our own schemes or families."""
 
 _SCHEMES: dict[str, type[Scheme]] = {}
 _FAMILIES: dict[str, Family] = {}
 _REFUSED: dict[str, Refusal] = {}
+_BROKEN: dict[str, str] = {}
+"""Name of a scheme that a package offers and that cannot be made -> why. Its module registers only once."""
 _ENTRY_POINTS: dict[str, dict[str, tuple[EntryPoint, ...]]] = {}
 """Group -> name -> its entry points. Several entry points mean that packages offer the same name. The dict has a group
 once the group's registry is filled."""
@@ -43,9 +45,9 @@ RESERVED = ("base",)
 
 
 def _read_entry_points(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of installed packages, by name. The first call also registers what hf_posenc has.
+    """Return the entry points of installed packages, by name. The first call also registers our own.
 
-    It ignores an entry point with a name of hf_posenc's own, and warns of it (UserWarning).
+    It ignores an entry point that has the name of one of ours, and warns of it (UserWarning).
     """
     if group in _ENTRY_POINTS:
         return _ENTRY_POINTS[group]
@@ -76,6 +78,7 @@ def register_scheme(cls: SchemeClass) -> SchemeClass:
         ValueError: if its name is not an identifier (a buffer in checkpoints is named after it) or reserved, or
             if another class or an installed package has this name. You may register a class again, even after a new
             definition (a notebook cell that ran twice): it replaces the old class.
+            A class that a function defines replaces none.
     """
     name = _require_valid_name(cls)
     if not _is_ours(cls):
@@ -99,7 +102,7 @@ def _require_valid_name(cls: type[Scheme]) -> str:
         raise TypeError(f"{_location(cls)} needs a class attribute `name: ClassVar[str]`, its name in checkpoints")
     if not name.isidentifier() or name in RESERVED:
         raise ValueError(
-            f"scheme name {name!r} of {_location(cls)} must be an identifier, and none of {', '.join(RESERVED)}: a "
+            f"scheme name {name!r} of {_location(cls)} must be an identifier and not {', '.join(RESERVED)}: a "
             "buffer of each layer is named after it"
         )
     frozen = getattr(cls.__dict__.get("__dataclass_params__"), "frozen", False)
@@ -125,6 +128,8 @@ def scheme_class(name: str) -> type[Scheme]:
         PluginError: if the package that offers the scheme cannot be imported or lacks it, or several packages offer it.
     """
     _read_entry_points(SCHEMES)
+    if name in _BROKEN and name not in _SCHEMES:
+        raise PluginError(_BROKEN[name])
     if name not in _SCHEMES and (entry := _only_entry_point(SCHEMES, name)) is not None:
         loaded = _load(entry)
         if isinstance(loaded, type):
@@ -132,14 +137,14 @@ def scheme_class(name: str) -> type[Scheme]:
         elif not isinstance(loaded, ModuleType):
             raise PluginError(f"{_describe(entry)} must lead to a scheme class, or to a module that registers one")
         if name not in _SCHEMES:
-            raise PluginError(f"{_describe(entry)} registers no scheme of the name {name!r}, its own name")
+            raise PluginError(f"{_describe(entry)} must register a scheme named {name!r}")
         try:
             _SCHEMES[name]()
         except Exception as error:  # as in `_load`; commands make schemes without arguments
             del _SCHEMES[name]
-            raise PluginError(
-                f"{_describe(entry)} cannot be made without arguments: {type(error).__name__}: {error}"
-            ) from error
+            reason = f"{type(error).__name__}: {error}"
+            _BROKEN[name] = f"{_describe(entry)} cannot be made without arguments: {reason}"
+            raise PluginError(_BROKEN[name]) from error
     try:
         return _SCHEMES[name]
     except KeyError:

@@ -34,7 +34,7 @@ NOTICES = 1e-7
 """Relative change above which a layer responds. A layer that ignores positions repeats its arithmetic: change 0."""
 
 SPANS = (2**8, 2**12, 2**16, 2**20)
-"""Numbers of positions over which to spread the tokens, in this order, while a layer ignores closer positions."""
+"""Numbers of positions over which to spread the tokens, in this order, until every expected layer responds."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
     `verify` runs each layer again on the same hidden states, and changes only its positions. So a response cannot leak
     from one layer to the next. If the scheme changes attention scores, `verify` first compares attention without the
-    scheme with the model's own eager attention. It takes about six short forward passes, and up to six more if a layer
-    ignores close positions. Parameters, mode and caches stay as they were.
+    scheme with the model's own eager attention. It takes about six short forward passes, and up to eight more if a
+    layer ignores close positions. Parameters, mode and caches stay as they were.
 
     Args:
         model: a patched model, on any device, in any mode. The layers of a PEFT adapter around it take part.
@@ -175,7 +175,9 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
 
 def _number_of_tokens(wanted: int | None, limit: int | None) -> int:
-    """Return the number of tokens to use; ValueError if `wanted` is under 4 or above `limit`."""
+    """Return the number of tokens to use; ValueError if it is under 4 or above `limit`."""
+    if limit is not None and limit < 4:
+        raise ValueError(f"verify needs 4 positions, and the scheme has {limit}")
     if wanted is None:
         return 16 if limit is None else min(16, limit)
     if wanted < 4 or (limit is not None and wanted > limit):
@@ -323,7 +325,7 @@ def _expects_response_at_input(patch: Patch, base: BaseModel) -> bool:
 
 
 def _wrongly_rotated(scheme: Any, base: BaseModel) -> list[int]:
-    """Return the layers of a scheme whose rotary module is not the one that the scheme builds."""
+    """Return the layers of a scheme whose rotary module is not of the class that the scheme builds."""
     if None not in scheme.acts_on.rotations(scheme):  # no rotation, or one that transformers' modules compute
         return []
     with torch.device("meta"):
@@ -374,7 +376,7 @@ def _borrowed(family: Family, call: LayerCall) -> dict[str, Any]:
 
 
 def _allowed_error(dtype: torch.dtype) -> float:
-    """Return the relative error that rounding explains. Eager attention takes its softmax in float32 at best."""
+    """Return the relative error that rounding explains, in this dtype, or in float32 if that is coarser."""
     return max(torch.finfo(each).eps for each in (dtype, torch.float32)) ** 0.5
 
 

@@ -6,6 +6,7 @@ distances get the same bias. This package computes biases in float32 for every d
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,11 +84,13 @@ def precision_audit(
     keys = torch.ones(1, length, dtype=torch.int64)
     found = []
     for dtype in dtypes:
-        form = module.to(dtype).form(torch.empty(0, dtype=dtype)) if isinstance(module, ScoreModule) else None
+        form = None
+        if isinstance(module, ScoreModule):  # a copy: bfloat16 must not round the parameters of the dtypes after it
+            form = copy.deepcopy(module).to(dtype).form(torch.empty(0, dtype=dtype))
         bias = None if form is None or form.multiplies else form.curve(length)
         if bias is None:
             raise ValueError(f"{resolved.name} has no bias by distance; alibi has")
-        # Theirs grow with the key's index, ours fall with the distance. The softmax and the count are the same.
+        # Theirs grow with the key's index, ours fall with the distance. Before rounding, both softmaxes are one.
         theirs = {_model_of(build): build(keys, num_heads, dtype) for build in (bloom_alibi, falcon_alibi)}
         for method, values in {"hf_posenc": bias.detach(), **theirs}.items():
             found.append(distinct(method, values.reshape(num_heads, length), dtype))

@@ -38,7 +38,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 METHODS = {"non-overlapping": 1, "sliding window": 0, "sliding": 0}
-"""Name in a label of a way to measure perplexity -> index of its dashes. The rest of the label decides the colour."""
+"""Word in a label that names a way to measure perplexity -> index in `DASHES`. The other words decide the colour."""
 
 GREY = "#595959"
 BESIDE: Look = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
@@ -87,7 +87,7 @@ def check_installed() -> None:
 
 
 def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
-    """Write a figure to a file, atomically. Without a date and random ids, the same figure gives the same bytes.
+    """Write a figure to a file, atomically. Without date and random ids in it, the same figure gives the same bytes.
 
     Args:
         figure: any figure of matplotlib.
@@ -182,12 +182,12 @@ def legend(axes: Axes, labels: Collection[str]) -> None:
 
 
 def styles(labels: Iterable[str]) -> list[Look]:
-    """Return the looks of lines. A name decides colour and marker; dashes differ by method and by round of colours."""
+    """Return the looks of lines. The method in a label decides the dashes, the other words colour and marker."""
     names: dict[str, int] = {}
     styles = []
     for label in labels:
         method = next((word for word in METHODS if word in label.lower()), None)
-        name = label.lower().replace(method, "").strip(" ,:;()[]-") if method else label
+        name = label.lower().replace(method or "", "").strip(" ,:;()[]-")
         rank = names.setdefault(name, len(names))
         dash = METHODS[method] if method else 0
         cycle = rank // len(COLOURS)
@@ -354,5 +354,5 @@ def image(axes: Axes, values: Any, bar: str = "", *, percent: bool = False, **op
 
 def ticks(axis: Axis, labels: Sequence[object], most: int) -> None:
     """Label the coordinates 0, 1, ... of an axis, or at most `most` evenly spread ones."""
-    step = math.ceil(len(labels) / most)
+    step = max(1, math.ceil(len(labels) / most))
     axis.set_ticks(range(0, len(labels), step), [str(label) for label in labels[::step]])

@@ -60,7 +60,7 @@ class Rows:
         return scores.log_softmax(-1)
 
     def confined(self, visible: Tensor) -> Rows:
-        """Return the same rows with more keys masked. It gives the base's attention within a scheme's window.
+        """Return the same rows with more keys masked. With a scheme's window it gives the base's attention within it.
 
         Args:
             visible: (B|1, 1|H, R, L) bool, False for the keys to mask.

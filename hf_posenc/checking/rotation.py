@@ -66,7 +66,7 @@ def rotation_outcomes(
     Args:
         turnings: layer index -> how it turns, within the trained length.
         promised: layer index -> the rotation that the config asks for; None if nothing is asked of the layers.
-        by_family: whether a family says which layers turn. Otherwise a layer without rotation may be meant so.
+        by_family: whether a family says which layers turn. Otherwise an unrotated layer may be intended.
     """
     problems: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
     agreeing: dict[str, list[int]] = {}
@@ -201,7 +201,7 @@ def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
 
 
 def _seen(wanted: Tensor, turning: Turning) -> Tensor:
-    """Leave out frequencies that were not seen, if they are too slow for that, or of pairs that are zero throughout."""
+    """Leave out frequencies that are too slow to be seen, and those of pairs that are zero throughout."""
     measured = turning.frequencies.abs().amax(0)
     seen = close(measured, wanted[:, None], turning.precision).any(1)
     possible = seen | (wanted > turning.precision)
@@ -253,11 +253,12 @@ def beyond_outcomes(
         length: number of tokens, as positions count them.
     """
     problems: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    promise = None
+    compared = False
     for layer, turning in turnings.items():
         promise = promised(layer)
         if promise is None or not promise.depends_on_length or turning.keys.odd:
             continue
+        compared = True
         measured = turning.keys.frequencies.abs().amax(0)
         wanted = _seen(promise.frequencies(length), turning.keys)
         precision = turning.keys.precision
@@ -276,5 +277,5 @@ def beyond_outcomes(
             max(off for _, off in cases),
             "compute the frequencies anew when a sequence grows, as transformers' dynamic_rope_update does",
         )
-    if not problems and promise is not None:
+    if compared and not problems:
         yield Outcome("scaling", True, f"the scaling takes effect beyond the original length: seen at {length} tokens")

@@ -54,7 +54,7 @@ class LoadingMixin(StockModel):
             The model in eval mode, or a pair of model and loading info.
 
         Raises:
-            CheckpointError: if the entry of the config or a weight is missing, if a position parameter is unexpected,
+            CheckpointError: if the config's scheme entry or a weight is missing, if a position parameter is unexpected,
                 or if the files were not saved together.
             WeightShapeError: if a weight has another shape than the config asks for.
             UnsupportedModelError: for tensor parallelism, if the scheme changes attention scores.

@@ -1,10 +1,10 @@
 """Tools of the engines that compute scores of one head and a few queries at a time, (rows, L).
 
-A chunk has some consecutive queries and the keys that any of them sees. Its scores fit into the caches. With its rows
-in reverse order a function of the distance depends on `row + key` only. So a table of O(L) numbers is read, and its
+A chunk has some consecutive queries and the keys that any of them sees. Its scores fit into the caches of a CPU. With
+its rows in reverse order, the distance depends on `row + key` only. So a table of O(L) numbers is read, and its
 gradients are summed, through strided views.
 
-Accuracy class: float32 throughout. bfloat16 inputs are converted to float32, which is exact.
+It computes in float32 throughout. bfloat16 inputs are converted to float32, which is exact.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Perplexity(Result):
     @property
     def perplexity(self) -> float:
         """`exp(loss)`; infinite if that overflows a float."""
-        return math.exp(self.loss) if self.loss < 709 else math.inf
+        return math.inf if self.loss >= 709 else math.exp(self.loss)
 
 
 def sliding_window_perplexity(
@@ -61,9 +61,9 @@ def sliding_window_perplexity(
     """Score all tokens except the first once, with nearly the full context.
 
     After the first window, every token has a context of at least `length - stride` tokens. The first window covers the
-    tokens `0 .. length - 1` and scores all of them except token 0, which nothing predicts. Every further window starts
-    `stride` tokens later and scores its last `stride` tokens. The last window ends with the text, has `length` tokens,
-    and scores the remaining tokens. So `N - 1` tokens are scored whatever the length and stride.
+    tokens `0 .. length - 1` and scores all of them except token 0, which nothing predicts. Each further window but the
+    last starts `stride` tokens later and scores its last `stride` tokens. The last one has `length` tokens, ends with
+    the text and scores the rest. So `N - 1` tokens are scored whatever the length and stride.
 
     Args:
         model: a causal language model, patched or not; set to eval mode and back.

@@ -40,7 +40,7 @@ class OwnAttention:
         cache: argument of the attention that holds the key-value cache.
         residual: argument of the attention that holds the residual, if `merge_heads` adds it. `None` means that the
             layer adds it.
-        idle_rotary: path from the decoder to a rotary module whose cos and sin the replaced attention does not read.
+        idle_rotary: path from the decoder to a rotary module whose cos and sin our replacement does not read.
         positions_in_mask: `position_ids` do not reach the layers, so the package puts them into the position channel.
         mask_as_bool: the decoder converts the mask to bool, or to two numbers that stand for True and False.
         positions: the base's own positions in a few words, for the list of families. `None` means that other fields of

@@ -139,7 +139,7 @@ def _single(hook: ModelHook) -> list[ModelHook]:
 
 
 def models_around(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models of transformers that contain a model without head, such as a multimodal model.
+    """Return the models of transformers around a model without head, such as a multimodal model.
 
     A module does not refer to the module that contains it, so the garbage collector is asked for referrers.
     """
@@ -151,7 +151,7 @@ def models_around(model: PreTrainedModel) -> list[PreTrainedModel]:
         children_dicts = [referrer for referrer in gc.get_referrers(*level) if isinstance(referrer, dict)]
         candidates = (referrer for referrer in gc.get_referrers(*children_dicts) if isinstance(referrer, dict))
         attribute_dicts = [candidate for candidate in candidates if "_modules" in candidate]
-        # Python keeps a module's attributes in its __dict__, or in the module itself.
+        # A module's attributes are referred to by its __dict__, or by the module itself.
         referrers = (*gc.get_referrers(*children_dicts), *gc.get_referrers(*attribute_dicts))
         seen = {id(module) for module in (model, *outer_models, *level)}
         owners = [owner for owner in referrers if isinstance(owner, nn.Module) and id(owner) not in seen]

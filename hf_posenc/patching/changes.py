@@ -42,7 +42,7 @@ from .layers import BASE_MARKER, MARKER, Carried, PatchedLayers, require_patched
 from .plan import Plan
 
 UNROTATED = "posenc_still"
-"""Name of a rotary module that rotates by zero. Layers with schemes take it where other layers keep the base's."""
+"""Name of a rotary module that rotates by zero, for layers with schemes where other layers keep the base's."""
 
 UNLIMITED = 2**17
 """`max_position_embeddings` of a patched model whose scheme has no limit. `generate` caps its default length by it."""
@@ -177,7 +177,7 @@ class ModelSite:
                 give_rotation(self, Reference(found.decoder, str(rotation.rotary)), takes_layer_type=False)
 
     def _silence_temperature(self, strength: str) -> None:
-        """Switch off a query factor: in the model's config, or in each layer's where other layers rotate.
+        """Switch off a query factor: in the model's config, or in each layer's if other layers rotate.
 
         Args:
             strength: key of `rope_parameters` that scales the factor.
@@ -380,7 +380,7 @@ def place_started(plan: Plan, seed: int | None) -> Changes:
     """Resolve the schemes of a plan, and return the changes with initialised parameters.
 
     Args:
-        plan: a checked plan. Its schemes are resolved by the base's weights.
+        plan: a checked plan. Its schemes are resolved from the base's weights.
         seed: seed of parameters that start at random; None draws from torch's generators.
     """
     model, native = plan.base.model, plan.base.native()

@@ -143,8 +143,8 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
             base.require_our_attention(scheme.name + ("" if scheme.window is None else " with a window"))
     if attention != "auto" and not plan.attends:
         raise ValueError(
-            f"{names_of(chosen)} keeps the model's own attention; attention={attention!r} can be chosen for schemes "
-            "that change scores only"
+            f"{names_of(chosen)} keeps the model's own attention; attention={attention!r} needs a scheme that "
+            "attends through hf_posenc"
         )
     _check_forwards(plan)
     return plan
@@ -195,7 +195,7 @@ def _check_reach(plan: Plan) -> None:
 
 
 def _check_forwards(plan: Plan) -> None:
-    """Check that nobody has replaced the forward of an attention, so that it would bypass a scheme.
+    """Check that no attention has a replaced forward that would bypass a scheme.
 
     Raises:
         UnsupportedModelError: if somebody has.
@@ -205,11 +205,11 @@ def _check_forwards(plan: Plan) -> None:
     for index, attention in found.attention_of.items():
         if index not in replaced and not plan.attends:
             continue
-        runs_class_forward = has_own_forward(attention)
-        if not runs_class_forward and index not in replaced and "_hf_hook" in attention.__dict__:
+        has_class_forward = has_own_forward(attention)
+        if not has_class_forward and index not in replaced and "_hf_hook" in attention.__dict__:
             old_forward = attention.__dict__.get("_old_forward")  # accelerate's hook calls it
-            runs_class_forward = getattr(old_forward, "__func__", None) is type(attention).forward
-        if not runs_class_forward:
+            has_class_forward = getattr(old_forward, "__func__", None) is type(attention).forward
+        if not has_class_forward:
             raise UnsupportedModelError(
                 f"the attention of layer {index} has a forward of its own ({attention.__dict__['forward']!r:.80}), "
                 f"which would bypass {names_of(plan.schemes)}: take it off ({TAKE_OFF}), patch the model, and put it "

@@ -20,7 +20,7 @@ HELD_OUT = (
     *("bisect", "calendar", "cmd", "colorsys", "csv", "filecmp", "fileinput", "fractions", "graphlib", "heapq"),
     *("netrc", "quopri", "reprlib", "sched", "shelve", "shlex", "statistics", "textwrap", "timeit", "trace"),
 )
-"""Modules of the standard library that the base was not trained on. Recipes measure on them, with every Python version.
+"""Modules of the standard library that the base was not trained on. Recipes measure on them under every Python version.
 
 They share almost no code with other modules of Python 3.11 to 3.13: 0.9 % of their 50-byte strings are in the training
 text.
@@ -69,7 +69,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def decoder(
     tokenizer: PreTrainedTokenizerFast, *, positions: int, width: int, layers: int, heads: int, initializer_range: float
 ) -> GPT2LMHeadModel:
-    """Return an untrained decoder of GPT-2's architecture, without dropout, because it reads a text less than once.
+    """Return an untrained decoder of GPT-2's architecture, without dropout, because it is less than one epoch.
 
     Args:
         tokenizer: tokenizer of the decoder.

@@ -141,7 +141,7 @@ class Table(PositionEmbedding):
     def embed(self, position_ids: Tensor) -> Tensor:
         """Return rows of the table, (B|1, T, E).
 
-        A position past its end raises ValueError, or in compiled code the device's index error.
+        A position past the table's end raises ValueError, or in compiled code the device's index error.
         """
         rows = self.table.shape[0]
         require_whole(position_ids, "a learned table")

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") -> Figure:
-    """Draw means of waves by distance: the integral as a line, the sum over the pairs in dashes of the same colour.
+    """Draw means of waves by distance: integrals as solid lines, sums over the pairs as dashed ones of the same colour.
 
     Args:
         found: label -> result of `WaveDecay.curves` or `RotaryWeights.curves`; means over layers and heads are drawn.
@@ -60,7 +60,7 @@ def wave_curves(found: Mapping[str, Mapping[str, Decay]], *, title: str = "") ->
 
 
 def grid_decay(scores: Tensor, *, title: str = "") -> Figure:
-    """Draw the product of two places of a grid by their shift.
+    """Draw the score of two places of a grid by their shift.
 
     Args:
         scores: result of `hf_posenc.theory.grid_decay`, (2 n + 1, 2 n + 1).
@@ -161,7 +161,7 @@ def _norms_and_diagonals(norms: Axes, diagonals: Axes, sets: Mapping[str, Vector
 
 
 def position_scores(found: PositionScores, *, title: str = "") -> Figure:
-    """Draw the bias by distance that fits the scores of positions best. The legend gives the share that it explains.
+    """Draw the bias by distance that fits each head's scores of positions best, with the share that it explains.
 
     Args:
         found: result of `hf_posenc.theory.position_scores`.
@@ -222,7 +222,7 @@ def score_terms(measured: ScoreTerms, *, title: str = "") -> Figure:
     shares = torch.full((len(measured.names), len(measured.layers), heads), math.nan, dtype=torch.float64)
     for row, layer in enumerate(measured.layers):
         shares[:, row, : len(layer.shares)] = 100 * layer.shares.T
-    colours = style.limits(shares.nan_to_num(), 100.0)  # above 100 % where a term works against the others
+    colours = style.limits(shares.nan_to_num(), 100.0)  # shares pass 100 % where another term is negative
     size = {"width": 10.0, "height": min(9.0, 1.7 + 0.3 * len(measured.layers))}
     with style.panels(title, 1, len(measured.names), **size, sharey=True) as (figure, panels):
         for axes, name, values in zip(panels, measured.names, shares, strict=True):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import snapshots
@@ -16,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel, eager_attention_forward
 
 from hf_posenc import UnsupportedModelError, check, patch_model
+from hf_posenc.checking import rotation
 from hf_posenc.checking.fingerprint import fingerprint, fit_turning
 from hf_posenc.checking.runs import Runner, change
 from hf_posenc.cli import main
@@ -257,6 +259,26 @@ def test_a_scaling_that_takes_effect_is_silent(scaling):
     beyond = {outcome.about for outcome in report.outcomes if outcome.ok} & {"scaling"}
     assert beyond == ({"scaling"} if scaling == "longrope" else set())
     assert [outcome.about for outcome in report.not_measured] == (["stale keys"] if scaling == "longrope" else [])
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [((False, False), [True]), ((False, True), [True]), ((True, True), [])],
+    ids=["both", "one", "none"],
+)
+def test_only_layers_that_were_compared_say_that_a_scaling_takes_effect(odd, said):
+    """Another layer, which no scaling reaches, changes nothing, wherever it is."""
+    promise = SimpleNamespace(
+        depends_on_length=True,
+        frequencies=lambda length: torch.tensor([0.5, 0.25]),
+        original_length=64,
+        scaling="longrope",
+    )
+    keys = [SimpleNamespace(odd=o, frequencies=torch.tensor([[0.5, 0.25]]), precision=1e-3, zero=()) for o in odd]
+    turnings = {layer: SimpleNamespace(keys=each) for layer, each in enumerate(keys)}
+    turnings[2] = SimpleNamespace(keys=SimpleNamespace(odd=False))
+    found = rotation.beyond_outcomes(turnings, {0: promise, 1: promise, 2: None}.get, 128)
+    assert [outcome.ok for outcome in found] == said
 
 
 # ---------------------------------------------------------------------------------------------------- the fingerprint

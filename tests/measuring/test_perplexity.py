@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig
 
-from hf_posenc.evaluation import non_overlapping_perplexity, sliding_window_perplexity
+from hf_posenc.evaluation import Perplexity, non_overlapping_perplexity, sliding_window_perplexity
 from hf_posenc.live import logits as forwards
 
 # Float64 models, but transformers computes norms, rotary angles and some softmaxes in float32 whatever the model's
@@ -161,3 +161,10 @@ def test_stories260k_reproduces_its_published_perplexity(length, published):
     tokens = torch.tensor([token for story in stories for token in tokenizer(story).input_ids])[:80_000]
     measured = non_overlapping_perplexity(model, tokens, length=length)
     assert measured.perplexity == pytest.approx(published, rel=0.01)
+
+
+def test_a_loss_that_is_no_number_has_no_perplexity():
+    """A broken model must not look like one that predicts badly."""
+    for nll, expected in ((math.nan, math.nan), (3000.0, math.inf), (3.0, math.e)):
+        found = Perplexity(method="sliding", length=4, stride=4, windows=1, tokens=3, nll=nll)
+        assert found.perplexity == pytest.approx(expected, nan_ok=True)

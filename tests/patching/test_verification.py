@@ -429,3 +429,9 @@ def test_every_position_module_is_seen_by_the_trial():
     assert {id(p) for owner in owners for p in owner.parameters()} == {
         id(p) for name, p in model.named_parameters() if "posenc" in name
     }
+
+
+def test_a_scheme_with_few_positions_is_refused_in_words():
+    model = patch_model(tiny("gpt2"), "learned", num_positions=2)
+    with pytest.raises(ValueError, match="verify needs 4 positions, and the scheme has 2"):
+        verify(model)

@@ -155,6 +155,7 @@ def offers(monkeypatch, tmp_path):
     """`(group, name, value, distribution)`... -> as if these were installed; the registries are put back afterwards."""
     monkeypatch.setattr(registry, "_ENTRY_POINTS", {})
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+    monkeypatch.setattr(registry, "_BROKEN", {})
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "offered.py").write_text(
@@ -190,6 +191,12 @@ def offers(monkeypatch, tmp_path):
     )
 
     (tmp_path / "exits.py").write_text("raise SystemExit(1)")
+    (tmp_path / "registers.py").write_text(
+        "from dataclasses import dataclass\nimport hf_posenc\n"
+        "@hf_posenc.register_scheme\n@dataclass(frozen=True, kw_only=True)\n"
+        "class Faulty(hf_posenc.Scheme):\n    name = 'faulty'\n"
+        "    def __post_init__(self):\n        raise RuntimeError('no licence')\n"
+    )
 
     def install(*rows):
         found = EntryPoints(EntryPoint(name, value, group)._for(Fake(of)) for group, name, value, of in rows)
@@ -199,7 +206,8 @@ def offers(monkeypatch, tmp_path):
         registry.supported_model_types()
 
     yield install
-    sys.modules.pop("offered", None)
+    for name in ("offered", "registers"):
+        sys.modules.pop(name, None)
 
 
 def test_an_undecorated_class_is_registered_by_its_entry_point(offers):
@@ -214,11 +222,12 @@ def test_an_undecorated_class_is_registered_by_its_entry_point(offers):
     [
         ("gone", "no_such_module:Fine", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
         ("gone", "offered:Gone", "cannot be loaded: AttributeError"),
-        ("gone", "offered", "registers no scheme of the name 'gone'"),
-        ("gone", "offered:Fine", "registers no scheme of the name 'gone'"),
+        ("gone", "offered", "must register a scheme named 'gone'"),
+        ("gone", "offered:Fine", "must register a scheme named 'gone'"),
         ("gone", "offered:number", "must lead to a scheme class"),
         ("loose", "offered:Loose", "must be a frozen dataclass"),
         ("faulty", "offered:Faulty", "cannot be made without arguments: RuntimeError: no licence"),
+        ("faulty", "registers", "cannot be made without arguments: RuntimeError: no licence"),
         ("gone", "exits:Fine", "cannot be loaded: SystemExit: 1"),
     ],
 )
