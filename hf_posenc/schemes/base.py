@@ -69,7 +69,7 @@ class Scheme:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return name -> JSON value of every hyper-parameter, those that every scheme has last."""
-        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        values = {key: _with_lists(value) for key, value in asdict(self).items()}
         return {**{key: value for key, value in values.items() if key not in EVERY_SCHEME}, **values}
 
     def __str__(self) -> str:
@@ -139,6 +139,11 @@ class Scheme:
             )
         values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in hyperparameters.items()}
         return cls(**values)
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a value with lists in place of tuples, as JSON has them."""
+    return [_with_lists(each) for each in value] if isinstance(value, tuple) else value
 
 
 class ScoreScheme(Scheme):

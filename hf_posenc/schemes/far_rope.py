@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -81,10 +81,61 @@ class BaseAngles:
         x = x.to(dtype)
         return torch.cat([x[..., : self.start], apply_rotary(x[..., self.start :], cos, sin, self.pairs)], -1)
 
+    def pair_of(self, head_dim: int) -> list[int | None]:
+        """Return the pair that each dimension of a head is in, or None for a dimension that the base does not rotate.
+
+        Args:
+            head_dim: D.
+        """
+        count = len(self.frequencies)
+        listed = [*range(count), *range(count)] if self.pairs == "half" else [u // 2 for u in range(2 * count)]
+        return [None] * self.start + [*listed] + [None] * (head_dim - self.start - 2 * count)
+
+
+class RotatedScheme(ScoreScheme):
+    """A scheme that rotates queries and keys at each call, by the base's own frequencies. Keys are cached unrotated."""
+
+    @property
+    def acts_on(self) -> Placement:
+        return OnRotatedScores(self)
+
+    def turns(self, number: int) -> bool:
+        """Return whether the fitted scheme rotates anything in a layer that the base rotates.
+
+        Args:
+            number: place of the layer among the scheme's layers, from 0.
+        """
+        return True
+
+    def with_base(
+        self, length: int | None, angles: Mapping[int, BaseAngles | None], sizes: Mapping[int, Dims]
+    ) -> ScoreScheme:
+        """Return the scheme with everything that was None taken from the base.
+
+        Args:
+            length: length in tokens at which the base was trained, or None if its config does not say it.
+            angles: layer index -> how the base rotates this layer of the scheme, or None where it does not.
+            sizes: layer index -> sizes of the layer's attention.
+
+        Raises:
+            ValueError: if the scheme does not fit the base.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+    def build_at(self, number: int, dims: Dims, angles: BaseAngles | None) -> ScoreModule:
+        """Return the module of one layer with the base's rotation; `build` gives it that of `rope`.
+
+        Args:
+            number: place of the layer among the scheme's layers, from 0.
+            dims: sizes of its attention.
+            angles: how the base rotates the layer, or None where it does not.
+        """
+        raise NotImplementedError(type(self).__name__)
+
 
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
-class FarRope(ScoreScheme):
+class FarRope(RotatedScheme):
     """The base's rotation for near keys, and other distances for far ones, without training. Keys are cached unrotated.
 
     Equation: `q'_i = R(a_i) q_i`, `k'_j = R(b_j) k_j`, with the base's frequencies, and `d = a_i - b_j`:
@@ -178,10 +229,6 @@ class FarRope(ScoreScheme):
             )
 
     @property
-    def acts_on(self) -> Placement:
-        return OnRotatedScores()
-
-    @property
     def acts_from(self) -> int:
         """Number of tokens in the shortest context that the fitted scheme changes."""
         if self.kind == "rerope":  # the distance `near` itself stays
@@ -190,17 +237,15 @@ class FarRope(ScoreScheme):
             return (self.near or 0) + 1
         return (min(self.length or 0, 2 * (self.chunk or 0)) if self.kind == "dual_chunk" else self.length or 0) + 1
 
-    def with_base(self, length: int | None, layers: Sequence[BaseAngles | None]) -> FarRope:
-        """Return the scheme with everything that was None taken from the base.
-
-        Args:
-            length: length in tokens at which the base was trained, or None if its config does not say it.
-            layers: the rotations of the layers; None where the base does not rotate.
+    def with_base(
+        self, length: int | None, angles: Mapping[int, BaseAngles | None], sizes: Mapping[int, Dims]
+    ) -> FarRope:
+        """Return the scheme with everything that was None taken from the base, see `RotatedScheme.with_base`.
 
         Raises:
             ValueError: if a number is missing, or the base's frequencies are not those of one table.
         """
-        rotated = [each for each in layers if each is not None]
+        rotated = [each for each in angles.values() if each is not None]
         for each in rotated:
             if self.kind == "dynamic" and each.scaling not in ("default", "dynamic"):
                 raise ValueError(
@@ -252,6 +297,12 @@ class FarRope(ScoreScheme):
         if self.kind == "self_extend":
             return FarRotation(angles, Grouped(near, scheme.group or 0))
         return FarRotation(angles, Clamped(near, scheme.leak or 0.0))
+
+    def build_at(self, number: int, dims: Dims, angles: BaseAngles | None) -> ScoreModule:
+        """Return the module of one layer, see `RotatedScheme.build_at`."""
+        module: Any = self.build(dims)
+        module.angles = angles
+        return module
 
 
 class Distances:
