@@ -324,7 +324,7 @@ class Pair:
                         rows = rows_of(base, part)
                         for name, values in measured.items():
                             with _with_values(values):  # a form reads its parameters when it computes scores
-                                sums[name][index] += _kl(rows, ours[name], part).sum((0, 2)).cpu()
+                                sums[name][index] += kl_of_rows(rows, ours[name], part).sum((0, 2)).cpu()
         for by_layer in sums.values():
             self._check_finite(by_layer)
         return {
@@ -440,7 +440,7 @@ def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
     return entering(base.modules.decoder, base.modules.layers[0], tokens)
 
 
-def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
+def kl_of_rows(theirs: Rows, ours: Call, part: slice) -> Tensor:
     """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats.
 
     If the scheme's window masks keys that the base sees, the base's softmax is taken over the remaining keys.
@@ -458,5 +458,5 @@ def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
     """Return the mean KL divergence over rows, queries and heads."""
-    total = summed(base, lambda part: _kl(rows_of(base, part), ours, part).sum())
+    total = summed(base, lambda part: kl_of_rows(rows_of(base, part), ours, part).sum())
     return total / base.query[..., 0].numel()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -24,11 +24,8 @@ from ..schemes.rope_by_head import RopeByHead
 from .checks import check_tokens
 from .closed_forms import DistanceSums, mean_factors
 from .matching import check_one_of
-from .observe import observe
-from .pair import TOKENS_AT_ONCE
-
-BY = ("unexplained", "contribution")
-"""Numbers by which pairs can be ranked."""
+from .observe import observe, parts, rows_of
+from .pair import TOKENS_AT_ONCE, kl_of_rows
 
 AMONG = ("head", "layer", "model")
 """Sets of pairs of which a share can be kept."""
@@ -39,52 +36,48 @@ ByHead = tuple[tuple[tuple[float, ...], ...], ...]
 
 @dataclass(frozen=True)
 class PairChoice:
-    """The rotated pairs of a model, with two numbers for each. `scheme` keeps the largest. It prints as a table.
+    """The rotated pairs of a model, with a number for each. `scheme` keeps the largest. It prints as a table.
 
-    Both numbers are in nats, as scores are, and means over the query heads of a group. The lists have the layers of
-    `layers`, their key-value heads, and the pairs of a head from the fastest on.
+    The numbers are means over the query heads of a group, in nats:
 
+    - `divergence`: KL divergence of the head's attention from the base's if this pair alone stops, per query.
     - `contribution`: the mean of `|q_u|` times the mean of `|k_u|`, times the scaling of scores: the 2-norm of Ji et
-      al. 2025, section 3.1. No score of this pair is on average larger, whatever the angle.
-    - `unexplained`: the part of it that a mean rotation leaves over. A pair adds `Re(z e^(i w d))` to a score, with
-      `z` the product of query and key, and calibration replaces `e^(i w d)` by its mean `f` over the distances `d` to
-      which the head attends. If `z` does not depend on the distance, the mean square of the error is `|z|^2 (1 -
-      |f|^2) / 2`. So a slow pair, which turns by little over all that its head attends to, has little unexplained,
-      however large its contribution. The number is the contribution times `sqrt(1 - |f|^2)`.
+      al. 2025, section 3.1. A score gets no more from this pair, if norms are the mean ones.
+    - `unexplained`: the part of the contribution that a mean rotation leaves over. The pair adds `Re(z e^(i w d))` to a
+      score, with `z` the product of query and key. Calibration replaces `e^(i w d)` by its mean `f` over the distances
+      `d` to which the head attends. Where `z` does not depend on the distance, the mean of `|z e^(i w d) - z f|^2` is
+      `|z|^2 (1 - |f|^2)`. So the number is the contribution times `sqrt(1 - |f|^2)`. A slow pair has little unexplained
+      if it hardly turns over all that its head attends to.
 
     Attributes:
+        by: name of the number.
         layers: indices of the layers that the base rotates.
         every_layer: whether these are all layers with attention.
-        contribution: the 2-norm of each pair.
-        unexplained: its part that a mean rotation leaves over.
+        numbers: the number of each pair, by layer of `layers`, key-value head and pair. Pair 0 is the fastest.
     """
 
+    by: str
     layers: tuple[int, ...]
     every_layer: bool
-    contribution: ByHead
-    unexplained: ByHead
+    numbers: ByHead
 
-    def scheme(self, keep: float, *, by: str = "unexplained", among: str = "head") -> RopeByHead:
+    def scheme(self, keep: float, *, among: str = "model") -> RopeByHead:
         """Return the scheme that rotates a share of the pairs, those with the largest numbers.
 
         Args:
             keep: share of the pairs to rotate, above 0 and up to 1. Their number is rounded, and at least 1.
-            by: the number that ranks pairs, `unexplained` or `contribution`. Take `unexplained` for a model that is
-                calibrated.
-            among: of what the share is kept: of the pairs of each `head`, as the paper does, of each `layer`, or of the
-                `model`. Then heads may keep different numbers of pairs, or none.
+            among: of what the share is kept: of the pairs of the `model`, of each `layer`, or of each `head`, as the
+                paper does. Only with `head` do all heads keep as many.
 
         Raises:
             ValueError: for an argument out of range.
         """
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
             raise ValueError(f"keep must be a share of the pairs, above 0 and up to 1, not {keep!r}")
-        check_one_of("by", by, BY)
         check_one_of("among", among, AMONG)
-        numbers: ByHead = getattr(self, by)
         places = [
             (number, place, head, pair)
-            for place, layer in enumerate(numbers)
+            for place, layer in enumerate(self.numbers)
             for head, values in enumerate(layer)
             for pair, number in enumerate(values)
         ]
@@ -95,7 +88,7 @@ class PairChoice:
             kept |= {(place, head, pair) for _, place, head, pair in ranked[: max(1, round(keep * len(ranked)))]}
         pairs = tuple(
             tuple(tuple(u for u in range(len(values)) if (place, head, u) in kept) for head, values in enumerate(layer))
-            for place, layer in enumerate(numbers)
+            for place, layer in enumerate(self.numbers)
         )
         return RopeByHead(pairs=pairs, layers=None if self.every_layer else self.layers)
 
@@ -104,27 +97,27 @@ class PairChoice:
         return asdict(self)
 
     def __str__(self) -> str:
-        """Return a row for each layer, with the sums over its heads and pairs."""
-        lines = [
-            "sums over the pairs of a layer, in nats: contribution, and what a mean rotation leaves unexplained",
-            "  layer  pairs  contribution  unexplained",
-        ]
-        for layer, contribution, unexplained in zip(self.layers, self.contribution, self.unexplained, strict=True):
-            count, sums = sum(map(len, contribution)), [sum(map(sum, each)) for each in (contribution, unexplained)]
-            lines.append(f"  {layer:>5}  {count:>5}  {sums[0]:>12.3f}  {sums[1]:>11.3f}")
+        """Return a row for each layer: the sum over its heads of each pair's number."""
+        lines = [f"{self.by} of each pair, from the fastest on: sums over the key-value heads, in nats", "  layer"]
+        for layer, heads in zip(self.layers, self.numbers, strict=True):
+            lines.append(f"  {layer:>5}  " + " ".join(f"{sum(each):.3g}" for each in zip(*heads, strict=True)))
         return "\n".join(lines)
 
 
-def choose_pairs(model: PreTrainedModel, tokens: Tensor, *, progress: bool = False) -> PairChoice:
+def choose_pairs(
+    model: PreTrainedModel, tokens: Tensor, *, by: str = "divergence", progress: bool = False
+) -> PairChoice:
     """Measure on given tokens how much the rotation of each pair of dimensions matters to each head.
 
-    `patch_model(model, choose_pairs(model, tokens).scheme(keep=0.5))` then rotates half of the pairs of each head, and
-    `calibrate` turns the queries of the others by their mean rotation. The model is read, and stays as it is.
+    `patch_model(model, choose_pairs(model, tokens).scheme(0.75))` then rotates three quarters of the pairs, and
+    `calibrate` turns the queries of the others by their mean rotation. The model is read, and stays as it is. By
+    `divergence` the attention of each layer is computed once for each pair of a head.
 
     Args:
         model: an unpatched model that rotates queries and keys, on one device and not wrapped (DDP, FSDP, DeepSpeed).
         tokens: (N, T) int64 or int32: windows of text without padding, up to the length that the base was trained at.
             A few thousand tokens are enough.
+        by: the number to measure: `divergence`, `unexplained` or `contribution`, see `PairChoice`.
         progress: show a progress bar of windows.
 
     Returns:
@@ -134,9 +127,10 @@ def choose_pairs(model: PreTrainedModel, tokens: Tensor, *, progress: bool = Fal
         UnsupportedModelError: if the base does not rotate, if it is wrapped, sharded or offloaded, or if it cannot have
             `rope_by_head`.
         AlreadyPatchedError: if the model is patched.
-        ValueError: for tokens that do not fit the model, if its frequencies depend on the length of the context, or if
-            its queries or keys are not finite.
+        ValueError: for an argument out of range, for tokens that do not fit the model, if its frequencies depend on the
+            length of the context, or if its queries or keys are not finite.
     """
+    check_one_of("by", by, tuple(MEASURES))
     check_unwrapped(model, "choose its pairs")
     with to_be_patched(model):
         base = BaseModel.of(model)
@@ -146,15 +140,20 @@ def choose_pairs(model: PreTrainedModel, tokens: Tensor, *, progress: bool = Fal
         check_tokens(tokens, model, 0)
         angles = {layer: each for layer, each in base.own_angles(scheme).items() if each is not None}
         tokens = tokens.to(next(base.modules.token_embedding.parameters()).device, torch.int64)
-        measures = {layer: _Measure(each, base.sizes[layer].num_heads, tokens) for layer, each in angles.items()}
+        measures = {layer: MEASURES[by](each, base.sizes[layer].num_heads, tokens) for layer, each in angles.items()}
         with evaluation(model), tqdm(total=len(tokens), desc="pairs", unit="window", disable=not progress) as bar:
             for batch in tokens.split(max(1, TOKENS_AT_ONCE // tokens.shape[1])):
                 for layer, seen in observe(model, batch, layers).items():
                     measures[layer].add(seen.call)
                 bar.update(len(batch))
-    found = [measure.by_key_value_head(base.sizes[layer].num_key_value_heads) for layer, measure in measures.items()]
-    contribution, unexplained = zip(*found, strict=True)
-    return PairChoice(layers, len(layers) == len(base.sizes), contribution, unexplained)
+    numbers = []
+    for layer, measure in measures.items():
+        values = measure.numbers()
+        if not torch.isfinite(values).all():
+            raise ValueError(f"attention of layer {layer} is NaN or infinite: look for weights that are not finite")
+        of_heads = values.unflatten(0, (base.sizes[layer].num_key_value_heads, -1)).mean(1)
+        numbers.append(tuple(tuple(head) for head in of_heads.tolist()))
+    return PairChoice(by, layers, len(layers) == len(base.sizes), tuple(numbers))
 
 
 def _rotated_layers(base: BaseModel) -> tuple[int, ...]:
@@ -169,54 +168,99 @@ def _rotated_layers(base: BaseModel) -> tuple[int, ...]:
 
 
 class _Measure:
-    """Means over the tokens of one layer."""
+    """The number of each pair of one layer, from the calls of its attention."""
 
     def __init__(self, angles: BaseAngles, heads: int, tokens: Tensor) -> None:
-        """Begin without tokens.
+        """Begin without calls.
 
         Args:
             angles: how the base rotates the layer.
             heads: H.
-            tokens: (N, T) the tokens that will come.
+            tokens: (N, T) the tokens whose calls will come.
         """
         self.angles = angles
-        self.sums = DistanceSums.empty(heads, tokens.shape[1], tokens.device)
-        self.count = tokens.numel()
-        self.query: Tensor | float = 0.0
-        self.key: Tensor | float = 0.0
+        self.shape = tokens.shape
+        self.sums = torch.zeros(heads, len(angles.frequencies), dtype=torch.float64, device=tokens.device)
+
+    def add(self, call: Call) -> None:
+        """Add the call of a batch, whose queries and keys are rotated."""
+        raise NotImplementedError(type(self).__name__)
+
+    def numbers(self) -> Tensor:
+        """Return the numbers, (H, pairs) float64."""
+        return self.sums / self.shape.numel()
+
+
+class _Divergence(_Measure):
+    """`divergence`, see `PairChoice`."""
+
+    @torch.no_grad()
+    def add(self, call: Call) -> None:
+        """Add a call, see `_Measure.add`."""
+        positions = torch.arange(self.shape[1], device=call.query.device)[None]
+        # Rotated back. The factor (YaRN's) stays on pairs that stop.
+        query, key = (self.angles.rotate(x, -positions) / self.angles.factor for x in (call.query, call.key))
+        stopped = []
+        for dimensions in self.angles.dimensions:
+            here = torch.zeros(query.shape[-1], dtype=torch.bool, device=query.device)
+            here[list(dimensions)] = True
+            stopped.append(
+                replace(call, query=torch.where(here, query, call.query), key=torch.where(here, key, call.key))
+            )
+        for part in parts(call):
+            rows = rows_of(call, part)
+            for pair, without in enumerate(stopped):
+                self.sums[:, pair] += kl_of_rows(rows, without, part).sum((0, 2))
+
+
+class _Contribution(_Measure):
+    """`contribution`, see `PairChoice`."""
+
+    def __init__(self, angles: BaseAngles, heads: int, tokens: Tensor) -> None:
+        """Begin without calls, see `_Measure`."""
+        super().__init__(angles, heads, tokens)
+        self.keys = torch.zeros_like(self.sums)
         self.scaling = 1.0
 
     def add(self, call: Call) -> None:
-        """Add the attention call of a batch."""
-        self.sums.add(call, call)
-        self.query = self.query + self._norms(call.query)
-        self.key = self.key + self._norms(call.key)
+        """Add a call, see `_Measure.add`."""
+        self.sums += self._norms(call.query)
+        self.keys += self._norms(call.key).repeat_interleave(call.groups, 0)
         self.scaling = call.scaling
 
     def _norms(self, x: Tensor) -> Tensor:
-        """Return the sums over tokens of the norm of each pair, (H|K, pairs) float64, of queries or keys."""
-        count, pair_of = len(self.angles.frequencies), self.angles.pair_of(x.shape[-1])
-        place = torch.tensor([count if pair is None else pair for pair in pair_of], device=x.device)
-        squares = x.new_zeros(*x.shape[:-1], count + 1, dtype=torch.float64)
-        squares.index_add_(-1, place, x.double().square())
-        return squares[..., :count].sqrt().sum((0, 2))
+        """Return the sums over tokens of the norm of each pair, (H|K, pairs), of queries or keys."""
+        return x.double()[..., torch.tensor(self.angles.dimensions)].norm(dim=-1).sum((0, 2))
 
-    def by_key_value_head(self, heads: int) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-        """Return the contribution and the unexplained part of each pair, means over the groups of K `heads`."""
-        assert isinstance(self.query, Tensor)
-        assert isinstance(self.key, Tensor)
-        groups = len(self.query) // len(self.key)
-        contribution = self.scaling * self.query * self.key.repeat_interleave(groups, 0) / self.count**2
-        frequencies = torch.tensor(self.angles.frequencies, dtype=torch.float64, device=contribution.device)
-        turns = torch.arange(self.sums.mass.shape[1], device=contribution.device)[:, None] * frequencies
-        factors = mean_factors(self.sums.mass, turns.cos(), turns.sin())
-        unexplained = contribution * (1 - factors.abs().square()).clamp(min=0).sqrt()
-        if not torch.isfinite(unexplained).all():
-            raise ValueError("queries or keys of this model are NaN or infinite: look for weights that are not finite")
-        return _listed(contribution, heads), _listed(unexplained, heads)
+    def numbers(self) -> Tensor:
+        """Return the numbers, see `_Measure.numbers`."""
+        return self.scaling * self.sums * self.keys / self.shape.numel() ** 2
 
 
-def _listed(values: Tensor, heads: int) -> tuple[tuple[float, ...], ...]:
-    """Return the means over the query heads of each group, from values (H, pairs)."""
-    means: Sequence[Sequence[float]] = values.unflatten(0, (heads, -1)).mean(1).tolist()
-    return tuple(tuple(head) for head in means)
+class _Unexplained(_Contribution):
+    """`unexplained`, see `PairChoice`."""
+
+    def __init__(self, angles: BaseAngles, heads: int, tokens: Tensor) -> None:
+        """Begin without calls, see `_Measure`."""
+        super().__init__(angles, heads, tokens)
+        self.by_distance = DistanceSums.empty(heads, self.shape[1], tokens.device)
+
+    def add(self, call: Call) -> None:
+        """Add a call, see `_Measure.add`."""
+        super().add(call)
+        self.by_distance.add(call, call)
+
+    def numbers(self) -> Tensor:
+        """Return the numbers, see `_Measure.numbers`."""
+        frequencies = torch.tensor(self.angles.frequencies, dtype=torch.float64, device=self.sums.device)
+        angles = torch.arange(self.shape[1], device=self.sums.device)[:, None] * frequencies
+        factors = mean_factors(self.by_distance.mass, angles.cos(), angles.sin())
+        return super().numbers() * (1 - factors.abs().square()).clamp(min=0).sqrt()
+
+
+MEASURES: Mapping[str, type[_Measure]] = {
+    "divergence": _Divergence,
+    "unexplained": _Unexplained,
+    "contribution": _Contribution,
+}
+"""Name of a number -> how it is measured."""

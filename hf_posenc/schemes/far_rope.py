@@ -14,11 +14,10 @@ from ..attention_call import Call
 from ..dims import Dims
 from ..forms import Content
 from ..modules import ScoreModule
-from ..placement import OnRotatedScores, Placement
 from ..positions import Positions
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype, wide_dtype
-from .base import ScoreScheme
+from .base import RotatedScheme
 from .rope import apply_rotary
 
 _READ = {
@@ -81,56 +80,13 @@ class BaseAngles:
         x = x.to(dtype)
         return torch.cat([x[..., : self.start], apply_rotary(x[..., self.start :], cos, sin, self.pairs)], -1)
 
-    def pair_of(self, head_dim: int) -> list[int | None]:
-        """Return the pair that each dimension of a head is in, or None for a dimension that the base does not rotate.
-
-        Args:
-            head_dim: D.
-        """
-        count = len(self.frequencies)
-        listed = [*range(count), *range(count)] if self.pairs == "half" else [u // 2 for u in range(2 * count)]
-        return [None] * self.start + [*listed] + [None] * (head_dim - self.start - 2 * count)
-
-
-class RotatedScheme(ScoreScheme):
-    """A scheme that rotates queries and keys at each call, by the base's own frequencies. Keys are cached unrotated."""
-
     @property
-    def acts_on(self) -> Placement:
-        return OnRotatedScores(self)
-
-    def turns(self, number: int) -> bool:
-        """Return whether the fitted scheme rotates anything in a layer that the base rotates.
-
-        Args:
-            number: place of the layer among the scheme's layers, from 0.
-        """
-        return True
-
-    def with_base(
-        self, length: int | None, angles: Mapping[int, BaseAngles | None], sizes: Mapping[int, Dims]
-    ) -> ScoreScheme:
-        """Return the scheme with everything that was None taken from the base.
-
-        Args:
-            length: length in tokens at which the base was trained, or None if its config does not say it.
-            angles: layer index -> how the base rotates this layer of the scheme, or None where it does not.
-            sizes: layer index -> sizes of the layer's attention.
-
-        Raises:
-            ValueError: if the scheme does not fit the base.
-        """
-        raise NotImplementedError(type(self).__name__)
-
-    def build_at(self, number: int, dims: Dims, angles: BaseAngles | None) -> ScoreModule:
-        """Return the module of one layer with the base's rotation; `build` gives it that of `rope`.
-
-        Args:
-            number: place of the layer among the scheme's layers, from 0.
-            dims: sizes of its attention.
-            angles: how the base rotates the layer, or None where it does not.
-        """
-        raise NotImplementedError(type(self).__name__)
+    def dimensions(self) -> list[tuple[int, int]]:
+        """The two dimensions of each pair."""
+        first, count = self.start, len(self.frequencies)
+        if self.pairs == "half":
+            return [(first + u, first + u + count) for u in range(count)]
+        return [(first + 2 * u, first + 2 * u + 1) for u in range(count)]
 
 
 @register_scheme

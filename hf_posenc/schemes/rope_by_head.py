@@ -15,7 +15,8 @@ from ..dims import Dims
 from ..forms import Content
 from ..modules import ScoreModule
 from ..registry import register_scheme
-from .far_rope import BaseAngles, Rotated, RotatedScheme
+from .base import RotatedScheme
+from .far_rope import BaseAngles, Rotated
 
 Pairs = tuple[int, ...]
 PairsByHead = tuple[tuple[Pairs, ...], ...]
@@ -177,8 +178,10 @@ class RotationByHead(Rotated):
         self.kept: tuple[tuple[bool, ...], ...] | None = None
         """For each list of pairs, whether each dimension is as the base rotates it. None if all are."""
         if angles is not None and not all(map(all, self.chosen)):
-            pair_of = angles.pair_of(dims.head_dim)
-            self.kept = tuple(tuple(u is None or head[u] for u in pair_of) for head in self.chosen)
+            still = [
+                {d for u, both in enumerate(angles.dimensions) if not head[u] for d in both} for head in self.chosen
+            ]
+            self.kept = tuple(tuple(d not in of_head for d in range(dims.head_dim)) for of_head in still)
 
     def forward(
         self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]

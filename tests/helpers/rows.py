@@ -224,7 +224,7 @@ ROWS: dict[str, Row] = {
             ("pairs", [[[0]]], ValueError, ["lists for 1 layers"]),
         ],
         acts={"pairs": [0]},
-        properties=("yes", "not applicable", "yes", "yes", "yes"),
+        properties=("yes", "not applicable", "no", "yes", "yes"),
         modules={"": {"pairs": [0, 3]}},
     ),
     "transformer_xl": Row(

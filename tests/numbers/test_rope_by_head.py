@@ -217,66 +217,82 @@ def by_distance(model, ids):
     return torch.einsum("nbhij,iju->nhu", weights.to(phases.dtype), phases) / ids.numel()
 
 
-def test_numbers_of_pairs_are_those_of_the_paper_and_of_the_mean_rotation():
+def test_numbers_of_the_paper_and_of_the_mean_rotation():
     """From the outputs of the projections, and from the weights of eager attention."""
     model, ids = tiny("llama").double(), tokens(3, 16)
     before, outputs = snapshot(model), []
-    choice = choose_pairs(model, ids)
+    choices = [choose_pairs(model, ids, by=by) for by in ("contribution", "unexplained")]
     assert_same(snapshot(model), before)
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
             projection.register_forward_hook(lambda module, args, output: outputs.append(output))
     factors = by_distance(model, ids)
+    norms = [each.unflatten(-1, (-1, 2, 4)).norm(dim=-2).mean((0, 1)) for each in outputs]
     for layer in range(2):
-        norms = [
-            each.unflatten(-1, (-1, 2, 4)).norm(dim=-2).mean((0, 1)) for each in outputs[2 * layer : 2 * layer + 2]
-        ]
-        contribution = norms[0] * norms[1].repeat_interleave(2, 0) * 8**-0.5
+        contribution = norms[2 * layer] * norms[2 * layer + 1].repeat_interleave(2, 0) * 8**-0.5
         unexplained = contribution * (1 - factors[layer].abs().square()).sqrt()
-        for values, expected in ((choice.contribution, contribution), (choice.unexplained, unexplained)):
-            found = torch.tensor(values[layer], dtype=torch.float64)
+        for choice, expected in zip(choices, (contribution, unexplained), strict=True):
+            found = torch.tensor(choice.numbers[layer], dtype=torch.float64)
             torch.testing.assert_close(found, expected.view(2, 2, 4).mean(1), atol=1e-6, rtol=1e-5)
-    assert choice.layers == (0, 1)
-    assert json.loads(json.dumps(choice.to_dict()))["contribution"][1][0][2] == choice.contribution[1][0][2]
-    assert "unexplained" in str(choice)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), [("llama", {"rope_parameters": YARN}), ("gemma2", {})], ids=["yarn", "softcap"]
+)
+def test_divergence_is_that_of_a_scheme_without_the_pair(family, config):
+    """From the weights of eager attention, stock and with rope_by_head in one layer."""
+    model, ids = tiny(family, attn_implementation="eager", **config), tokens(2, 16)
+    choice = choose_pairs(model, ids)
+    assert (choice.by, choice.layers, choice.every_layer) == ("divergence", (0, 1), True)
+
+    def weights(layer):
+        with torch.no_grad():
+            return model(ids, output_attentions=True, use_cache=False).attentions[layer].double()
+
+    for layer, (head, pair) in ((0, (1, 0)), (1, (0, 2))):
+        lists = [[0, 1, 2, 3], [0, 1, 2, 3]]
+        lists[head] = [u for u in range(4) if u != pair]
+        p = weights(layer)
+        with patched(model, RopeByHead(pairs=[lists], layers=[layer])):
+            q = weights(layer)
+        kl = torch.where(p > 0, p * (p / q.clamp(min=1e-30)).log(), 0).sum(-1).mean((0, 2)).view(2, 2).mean(1)
+        assert choice.numbers[layer][head][pair] == pytest.approx(kl[head].item(), rel=1e-3)
+        assert kl[head] > 1e-4
+        assert kl[1 - head] == pytest.approx(0, abs=1e-6)
 
 
 def test_shares_of_heads_of_layers_and_of_the_model():
-    numbers = (((5.0, 4.0), (1.0, 0.0)), ((3.0, 9.0), (8.0, 7.0)))
-    reverse = tuple(tuple(tuple(-x for x in head) for head in layer) for layer in numbers)
-    choice = PairChoice((0, 2), False, numbers, reverse)
+    choice = PairChoice("divergence", (0, 2), False, (((5.0, 4.0), (1.0, 0.0)), ((3.0, 9.0), (8.0, 7.0))))
 
-    def pairs(keep, among, by="contribution"):
-        return choice.scheme(keep, among=among, by=by).pairs
+    def pairs(keep, among):
+        return choice.scheme(keep, among=among).pairs
 
     assert pairs(0.5, "head") == (((0,), (0,)), ((1,), (0,)))
     assert pairs(0.5, "layer") == (((0, 1), ()), ((1,), (0,)))
     assert pairs(0.5, "model") == (((0,), ()), ((1,), (0, 1)))
-    assert pairs(0.5, "head", "unexplained") == (((1,), (1,)), ((0,), (1,)))
     assert pairs(0.01, "model") == (((), ()), ((1,), ()))  # one at least
     assert pairs(1, "head") == (((0, 1), (0, 1)),) * 2
     assert choice.scheme(1.0).layers == (0, 2)
     assert replace(choice, every_layer=True).scheme(1.0).layers is None
+    assert json.loads(json.dumps(choice.to_dict()))["numbers"][1][0][1] == 9.0
+    assert str(choice).splitlines()[-1].split() == ["2", "11", "16"]
     for keep in (0, 1.5, True, "half"):
         with pytest.raises(ValueError, match="keep must be"):
             choice.scheme(keep)
-    with pytest.raises(ValueError, match="contribution"):
-        choice.scheme(0.5, by="norm")
-    with pytest.raises(ValueError, match="layer"):
+    with pytest.raises(ValueError, match="among must be"):
         choice.scheme(0.5, among="heads")
 
 
-def test_a_pair_that_does_not_count_can_stop():
-    """One pair of each head has no weight. Both numbers are 0, and without its rotation the model stays what it is."""
+@pytest.mark.parametrize("by", ["divergence", "unexplained", "contribution"])
+def test_a_pair_that_does_not_count_can_stop(by):
+    """One pair of each head has no weight: without its rotation the model stays what it is."""
     model, ids = tiny("llama"), tokens(2, 16)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.view(4, 2, 4, -1)[:, :, 2] = 0
-    expected, choice = logits(model, ids), choose_pairs(model, ids)
-    assert {
-        head[2] for numbers in (choice.contribution, choice.unexplained) for layer in numbers for head in layer
-    } == {0}
-    patch_model(model, choice.scheme(0.75, among="model"))
+    expected, choice = logits(model, ids), choose_pairs(model, ids, by=by)
+    assert all(head[2] == pytest.approx(0, abs=1e-7) for layer in choice.numbers for head in layer)
+    patch_model(model, choice.scheme(0.75))
     assert schemes_of(model)[0].pairs == (((0, 1, 3),) * 2,) * 2
     torch.testing.assert_close(logits(model, ids), expected, atol=1e-5, rtol=1e-5)
 
@@ -293,6 +309,8 @@ def test_what_choose_pairs_refuses():
         choose_pairs(model, tokens(2, 16))
     with pytest.raises(UnsupportedModelError, match="does not rotate"):
         choose_pairs(tiny("gpt2"), tokens(2, 16))
+    with pytest.raises(ValueError, match="by must be one of divergence"):
+        choose_pairs(tiny("llama"), tokens(2, 16), by="norm")
     with pytest.raises(ValueError, match="tokens must be integers"):
         choose_pairs(tiny("llama"), [1, 2])
     with pytest.raises(AlreadyPatchedError):
