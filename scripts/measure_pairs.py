@@ -31,8 +31,9 @@ from hf_posenc.recipes.results import write_json
 from hf_posenc.schemes import RopeByHead
 
 WAYS = ("plain", "closed_form", "matched")
-CHOSEN_ON = 16
-"""Windows of the trained length that `choose_pairs` reads."""
+FREQUENCY = ("frequency", "head")
+CHOICES = {f"{by}, {among}": (by, among) for by, among in [*itertools.product(MEASURES, AMONG), FREQUENCY]}
+"""Name of a way to choose -> the number, and of what the share is kept."""
 
 
 @torch.no_grad()
@@ -60,6 +61,15 @@ def losses(base: PreTrainedModel, scheme: RopeByHead, short: Tensor, held: Tenso
     return found
 
 
+def choose(base: PreTrainedModel, windows: Tensor, by: str) -> PairChoice:
+    """Return the choice of pairs by a number, on windows (N, T)."""
+    if by in MEASURES:
+        return choose_pairs(base, windows, by=by)
+    other = choose_pairs(base, windows[:1], by="contribution")
+    slower = tuple(tuple(tuple(float(-u) for u in range(len(head))) for head in layer) for layer in other.numbers)
+    return replace(other, by=by, numbers=slower)
+
+
 def schemes(choice: PairChoice, among: str, parts: int) -> list[tuple[float, RopeByHead]]:
     """Return the shares of pairs that stop, growing by one of `parts`, with the schemes of those that go on."""
     found: list[tuple[float, RopeByHead]] = []
@@ -84,6 +94,8 @@ def main() -> int:
     parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model that rotates")
     parser.add_argument("text", type=Path, help="text file")
     parser.add_argument("--tokens", type=int, default=16_384, help="to measure on, at the end of the text")
+    parser.add_argument("--choices", nargs="+", default=list(CHOICES), help="only these (default: all)")
+    parser.add_argument("--choose-windows", type=int, default=16, help="to choose on, of the trained length")
     parser.add_argument("--calibrate-windows", type=int, default=64, help="of a quarter of the trained length")
     parser.add_argument("--steps", type=int, default=25, help="of the second stage of calibration")
     parser.add_argument("--parts", type=int, default=16, help="shares grow by one of so many parts")
@@ -97,22 +109,23 @@ def main() -> int:
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     ids = tokenizer(options.text.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
     count, unseen = options.calibrate_windows * (trained // 4), options.tokens // trained * trained
-    if options.parts < 2 or not unseen or len(ids) < max(count, CHOSEN_ON * trained) + unseen:
+    first = options.choose_windows * trained
+    if options.parts < 2 or not unseen or len(ids) < max(count, first) + unseen:
         parser.error(
             f"--parts must be at least 2, --tokens at least {trained}, and {options.text} longer: it has {len(ids)} tokens"
         )
+    if unknown := set(options.choices) - set(CHOICES):
+        parser.error(f"no choice {'; '.join(sorted(unknown))}; choose from {'; '.join(CHOICES)}")
     short, held = ids[:count].view(-1, trained // 4), ids[-unseen:].view(-1, trained)
-    chosen_on = ids[: CHOSEN_ON * trained].view(-1, trained)
-    choices = [choose_pairs(base, chosen_on, by=by) for by in MEASURES]
-    slower = tuple(tuple(tuple(float(-u) for u in range(len(h))) for h in layer) for layer in choices[0].numbers)
-    ways = [*itertools.product(choices, AMONG), (replace(choices[0], by="frequency", numbers=slower), "head")]
-    settings = {name: getattr(options, name) for name in ("tokens", "calibrate_windows", "steps", "parts")}
-    found: dict[str, Any] = {"checkpoint": Path(options.checkpoint).name, "text": options.text.name, **settings}
+    wanted = {name: CHOICES[name] for name in options.choices}
+    choices = {by: choose(base, ids[:first].view(-1, trained), by) for by in dict(wanted.values())}
+    names = ("tokens", "choose_windows", "calibrate_windows", "steps", "parts")
+    found: dict[str, Any] = {"checkpoint": Path(options.checkpoint).name, "text": options.text.name}
+    found |= {name: getattr(options, name) for name in names}
     found |= {"torch": torch.__version__, "base": loss_of(base, held), "rows": {}, "can_stop": {}}
-    for choice, among in ways:
-        name = f"{choice.by}, {among}"
+    for name, (by, among) in wanted.items():
         rows: list[dict[str, float]] = []
-        for share, scheme in schemes(choice, among, options.parts):
+        for share, scheme in schemes(choices[by], among, options.parts):
             above = {
                 way: loss - found["base"] for way, loss in losses(base, scheme, short, held, options.steps).items()
             }
