@@ -50,7 +50,7 @@ class RopeByHead(RotatedScheme):
 
     name: ClassVar[str] = "rope_by_head"
     known_as: ClassVar[Mapping[str, str]] = {
-        name: "rope_by_head(pairs=[...])" for name in ("partial_rope", "mha2mla", "pair_choice")
+        name: "rope_by_head with pairs=[...]" for name in ("partial_rope", "mha2mla", "pair_choice")
     }
     pairs: Pairs | PairsByHead | None = None
 
