@@ -200,16 +200,13 @@ class _Divergence(_Measure):
         positions = torch.arange(self.shape[1], device=call.query.device)[None]
         # Rotated back. The factor (YaRN's) stays on pairs that stop.
         query, key = (self.angles.rotate(x, -positions) / self.angles.factor for x in (call.query, call.key))
-        stopped = []
-        for dimensions in self.angles.dimensions:
-            here = torch.zeros(query.shape[-1], dtype=torch.bool, device=query.device)
-            here[list(dimensions)] = True
-            stopped.append(
-                replace(call, query=torch.where(here, query, call.query), key=torch.where(here, key, call.key))
-            )
         for part in parts(call):
             rows = rows_of(call, part)
-            for pair, without in enumerate(stopped):
+            for pair, dimensions in enumerate(self.angles.dimensions):
+                here = torch.zeros(query.shape[-1], dtype=torch.bool, device=query.device)
+                here[list(dimensions)] = True
+                stopped = torch.where(here, query, call.query), torch.where(here, key, call.key)
+                without = replace(call, query=stopped[0], key=stopped[1])
                 self.sums[:, pair] += kl_of_rows(rows, without, part).sum((0, 2))
 
 
