@@ -9,6 +9,7 @@ from cases import attend, dot, rope_frequencies, turn
 from decoders import decoder
 from families import tiny, tokens
 from snapshots import assert_same, snapshot
+from transformers import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import (
@@ -102,6 +103,8 @@ def attention_calls(model, ids):
 )
 def test_calls_of_real_bases(made, first, size, interleaved, theta, scaling):
     """Outputs and gradients against loops over pairs: other pairs stay, and YaRN's factor stays on them."""
+    if first is None and "youtu" not in CONFIG_MAPPING:
+        pytest.skip("transformers is older than this type")
     model = made().double().eval()
     base = BaseModel.of(model)
     if first is None:  # latent attention sets the part apart that rotates
