@@ -15,6 +15,7 @@ _PUBLIC_NAMES = {
     ".calibration.factor_search": "DivideAndConquer Evolution",
     ".calibration.frequency_search": "FrequencySearch search_frequencies",
     ".calibration.layer_choice": "LayerChoice choose_layers",
+    ".calibration.pair_choice": "PairChoice choose_pairs",
     ".calibration.temperature_fit": "TemperatureFit fit_temperature",
     ".attention_call": "Call",
     ".checking.check": "check",

@@ -14,6 +14,7 @@ from .calibration.frequency_search import (
     search_frequencies as search_frequencies,
 )
 from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers as choose_layers
+from .calibration.pair_choice import PairChoice as PairChoice, choose_pairs as choose_pairs
 from .calibration.temperature_fit import TemperatureFit as TemperatureFit, fit_temperature as fit_temperature
 from .attention_call import Call as Call
 from .checking.check import check as check

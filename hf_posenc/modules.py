@@ -86,6 +86,17 @@ class ScoreModule(PositionModule):
         """
         return None
 
+    def rotates(self, heads: int) -> Tensor | None:
+        """Return which of the base's pairs of dimensions the formula rotates as the base does, or None for no pairs.
+
+        Args:
+            heads: H.
+
+        Returns:
+            Bool (H, pairs), on the CPU.
+        """
+        return None
+
     def scores(self, call: Call) -> Tensor:
         """Return the scores before masking, (B, H, Q, L).
 

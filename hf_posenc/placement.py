@@ -345,25 +345,31 @@ class OnRotatedScores(OnScores):
 
     words = "on queries and keys, as scores are computed"
 
+    def __init__(self, scheme: Any) -> None:
+        """Place a scheme.
+
+        Args:
+            scheme: the scheme, which says in which of its layers it rotates anything.
+        """
+        self.scheme = scheme
+
     def fit(self, scheme: Any, base: Base) -> Any:
         """Fill in the base's length, and check that it can be rotated after the cache, see `Placement.fit`."""
-        angles = base.own_angles(scheme)
-        return super().fit(scheme.with_base(base.length, tuple(angles.values())), base)
+        return super().fit(scheme.with_base(base.length, base.own_angles(scheme), base.sizes), base)
 
     def put(self, scheme: Any, site: Site) -> None:
         """Put a module with the base's rotation on each attention."""
-        for layer, angles in site.own_angles(scheme).items():
-            module = scheme.build(site.dims_of(layer))
-            module.angles = angles
-            site.on_attention(layer, module)
+        for number, (layer, angles) in enumerate(site.own_angles(scheme).items()):
+            site.on_attention(layer, scheme.build_at(number, site.dims_of(layer), angles))
 
     def keeps_frequencies(self) -> bool:
         """Return True: all schemes of this place do."""
         return True
 
     def answers(self, layer: int, base: Base) -> bool:
-        """Return whether the layer is rotated: some bases leave layers unrotated."""
-        return not any(base.rotated) or base.rotated[layer]
+        """Return whether the layer is rotated: some bases leave layers unrotated, and some schemes do."""
+        rotated = not any(base.rotated) or base.rotated[layer]
+        return rotated and self.scheme.turns(base.layers_of(self.scheme).index(layer))
 
 
 class OnHidden(Placement):

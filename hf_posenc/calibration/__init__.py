@@ -5,6 +5,7 @@ from .factor_search import DivideAndConquer, Evolution
 from .frequency_search import FrequencySearch, Improvement, search_frequencies
 from .layer_choice import LayerChoice, LayerCost, choose_layers
 from .matching import Matching
+from .pair_choice import PairChoice, choose_pairs
 from .report import Calibration, HeldOutLoss, LayerFit
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "LayerCost",
     "LayerFit",
     "Matching",
+    "PairChoice",
     "calibrate",
     "choose_layers",
+    "choose_pairs",
     "search_frequencies",
 ]

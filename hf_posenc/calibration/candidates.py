@@ -266,6 +266,8 @@ def _mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, 
     rotations: dict[int, MeanRotation] = {}
     if not pair.own_weights or pair.base_model.family.rotation.attention_part is not None:
         return rotations
+    owners = {index: pair.owner(index) for index in pair.layers}
+    kept = {index: owner.rotates(len(averages[index].mass)) for index, owner in owners.items() if owner is not None}
     with pair.as_base() as model:
         base = BaseModel.of(model)
         rotary = base.modules.rotary
@@ -279,7 +281,8 @@ def _mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, 
             if rotary is None or projection is None or not base.modules.rotated[index] or index in rotated:
                 continue
             layer_type = layer_types[index] if layer_types else None
-            rotation = mean_rotation_of(patched, index, projection, rotary, averages[index].mass, layer_type)
+            mass = averages[index].mass
+            rotation = mean_rotation_of(patched, index, projection, rotary, mass, layer_type, kept.get(index))
             if rotation is not None:
                 rotations[index] = rotation
     return rotations

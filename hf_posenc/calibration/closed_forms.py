@@ -341,14 +341,32 @@ class MeanRotation:
                 rows[head, imaginary] = (im * a + re * b).to(tensor.dtype)
 
 
-def mean_rotation_of(
-    base: BaseModel, layer: int, projection: nn.Linear, rotary: nn.Module, mass: Tensor, layer_type: str | None
-) -> MeanRotation | None:
-    """Return the mean rotation of a layer's heads, or None if it is the identity.
+def mean_factors(mass: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the mean rotation of each head and pair, complex (H, pairs) of magnitude 1 or less.
 
     A pair of dimensions that turns by the angle `w` per token has the factor `sum_d m(d) e^(i w d)`. Here `m(d)` is the
     share of the base's attention at distance `d`. On average, the base's rotation multiplies the product of a query's
     and a key's pair by this factor.
+
+    Args:
+        mass: (H, T) attention weights of the base by distance.
+        cos: (T, pairs) cosines of the angles `w d`.
+        sin: (T, pairs) their sines.
+    """
+    share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
+    return torch.complex(share @ cos, share @ sin)
+
+
+def mean_rotation_of(
+    base: BaseModel,
+    layer: int,
+    projection: nn.Linear,
+    rotary: nn.Module,
+    mass: Tensor,
+    layer_type: str | None,
+    rotated: Tensor | None = None,
+) -> MeanRotation | None:
+    """Return the mean rotation of a layer's heads, see `mean_factors`, or None if it is the identity.
 
     Args:
         base: the patched model.
@@ -357,14 +375,19 @@ def mean_rotation_of(
         rotary: the base's rotary module.
         mass: (H, T) attention weights of the base by distance.
         layer_type: type of the layer, for a rotary module that takes it; otherwise None.
+        rotated: (H, pairs) bool, the pairs that the scheme rotates as the base does; None if there are none.
     """
     distances = torch.arange(mass.shape[1], device=mass.device)
     layer_types = () if layer_type is None else (layer_type,)
     angles = rotary(projection.weight.new_empty(0, dtype=torch.float32), distances[None], *layer_types)
     cos, sin = (each[0].double() for each in by_pair(angles, base.family.rotation.angles))
-    share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
     # cos and sin may carry a factor (YaRN's). Queries and keys are both multiplied by it, so it counts twice.
-    factors = torch.complex(share @ cos, share @ sin) * torch.hypot(cos[0], sin[0])
+    factor = torch.hypot(cos[0], sin[0])
+    factors = mean_factors(mass, cos, sin)
+    if rotated is None:
+        factors = factors * factor
+    else:  # such a scheme leaves the factor on all pairs
+        factors = torch.where(rotated.to(factors.device), 1, factors / factor)
     if torch.allclose(factors, torch.ones_like(factors)):  # the base is patched, and its rotary module rotates nothing
         return None
     return MeanRotation(projection, factors, base.sizes[layer].head_dim, base.rotation.pairs == "interleaved")

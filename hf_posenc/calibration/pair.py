@@ -144,7 +144,7 @@ class Pair:
         self.token_embedding = self._find_token_embedding() if own_weights else None
         self.query_key, self.projections = self._find_score_weights()
         self.base_values = copied([*self.query_key, *([] if self.token_embedding is None else [self.token_embedding])])
-        owners = [owner for index in self.layers if (owner := self._owner(index)) is not None]
+        owners = [owner for index in self.layers if (owner := self.owner(index)) is not None]
         self.initial_values = {id(p): (p, value) for p, value in (*self.base_values, *copied(parameters_of(owners)))}
 
     def restore(self, owners: Iterable[nn.Module] | None = None) -> None:
@@ -324,7 +324,7 @@ class Pair:
                         rows = rows_of(base, part)
                         for name, values in measured.items():
                             with _with_values(values):  # a form reads its parameters when it computes scores
-                                sums[name][index] += _kl(rows, ours[name], part).sum((0, 2)).cpu()
+                                sums[name][index] += kl_of_rows(rows, ours[name], part).sum((0, 2)).cpu()
         for by_layer in sums.values():
             self._check_finite(by_layer)
         return {
@@ -378,7 +378,7 @@ class Pair:
 
     def module(self, index: int) -> ScoreModule | None:
         """Return the scheme's module of a layer if its parameters set numbers or vectors by distance, or None."""
-        owner = self._owner(index)
+        owner = self.owner(index)
         if owner is None or not any(True for _ in owner.parameters()):
             return None
         heads = self.base_model.sizes[index].num_heads
@@ -391,13 +391,13 @@ class Pair:
 
         The first is None if the layer has no such curve.
         """
-        owner = self._owner(index)
+        owner = self.owner(index)
         form = None if owner is None else owner.form(self.like(index))
         if form is None or (curve := form.curve(self.held.shape[1])) is None:
             return None, False
         return curve.detach().float().cpu(), form.multiplies
 
-    def _owner(self, index: int) -> ScoreModule | None:
+    def owner(self, index: int) -> ScoreModule | None:
         """Return the module that computes a layer's scores, or None."""
         return owner_of(self.base_model.modules.attention_of[index]._modules.get("posenc"))
 
@@ -440,7 +440,7 @@ def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:
     return entering(base.modules.decoder, base.modules.layers[0], tokens)
 
 
-def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
+def kl_of_rows(theirs: Rows, ours: Call, part: slice) -> Tensor:
     """Return the KL divergence of some rows of attention weights from the base's, (B, H, R), in nats.
 
     If the scheme's window masks keys that the base sees, the base's softmax is taken over the remaining keys.
@@ -458,5 +458,5 @@ def _kl(theirs: Rows, ours: Call, part: slice) -> Tensor:
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
     """Return the mean KL divergence over rows, queries and heads."""
-    total = summed(base, lambda part: _kl(rows_of(base, part), ours, part).sum())
+    total = summed(base, lambda part: kl_of_rows(rows_of(base, part), ours, part).sum())
     return total / base.query[..., 0].numel()

@@ -89,7 +89,11 @@ _ROWS = (
         note="`nope` can be exported, as a SmolLM3",
     ),
     Family(model_types=_LIKE_LLAMA),
-    Family(model_types=("hunyuan_v1_dense", "hunyuan_v1_moe"), rotation=_NORMS_AFTER, note="takes no `far_rope`"),
+    Family(
+        model_types=("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        rotation=_NORMS_AFTER,
+        note="takes no `far_rope` and no `rope_by_head`",
+    ),
     Family(model_types=("evolla",), joins_documents=True),
     Family(model_types=("nanochat",), rotation=RotationFacts(backwards=True)),
     Family(model_types=("mistral",), gguf=LLAMA_BLOCK),

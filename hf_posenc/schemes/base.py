@@ -27,7 +27,7 @@ from ..modules import (
     Shared,
     TokenModule,
 )
-from ..placement import OnHidden, OnQueries, OnRotary, OnScores, OnTokens, Placement, RopeParameters
+from ..placement import OnHidden, OnQueries, OnRotary, OnRotatedScores, OnScores, OnTokens, Placement, RopeParameters
 
 EVERY_SCHEME = ("layers", "window", "sinks")
 """The hyper-parameters that every scheme has."""
@@ -69,7 +69,7 @@ class Scheme:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return name -> JSON value of every hyper-parameter, those that every scheme has last."""
-        values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        values = {key: _with_lists(value) for key, value in asdict(self).items()}
         return {**{key: value for key, value in values.items() if key not in EVERY_SCHEME}, **values}
 
     def __str__(self) -> str:
@@ -141,6 +141,11 @@ class Scheme:
         return cls(**values)
 
 
+def _with_lists(value: Any) -> Any:
+    """Return a value with lists in place of tuples, as JSON has them."""
+    return [_with_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
 class ScoreScheme(Scheme):
     """A scheme that changes attention scores. It needs the attention function of this package."""
 
@@ -167,6 +172,45 @@ class ScoreScheme(Scheme):
     def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
         """Return the module to put on an attention, from the layer's module and a reference to the shared module."""
         return Shared(shared)
+
+
+class RotatedScheme(ScoreScheme):
+    """A scheme that rotates queries and keys at each call, by the base's own frequencies. Keys are cached unrotated."""
+
+    @property
+    def acts_on(self) -> Placement:
+        return OnRotatedScores(self)
+
+    def turns(self, number: int) -> bool:
+        """Return whether the fitted scheme rotates anything in a layer that the base rotates.
+
+        Args:
+            number: place of the layer among the scheme's layers, from 0.
+        """
+        return True
+
+    def with_base(self, length: int | None, angles: Mapping[int, Any], sizes: Mapping[int, Dims]) -> ScoreScheme:
+        """Return the scheme with everything that was None taken from the base.
+
+        Args:
+            length: length in tokens at which the base was trained, or None if its config does not say it.
+            angles: layer index -> how the base rotates this layer of the scheme, or None where it does not.
+            sizes: layer index -> sizes of the layer's attention.
+
+        Raises:
+            ValueError: if the scheme does not fit the base.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+    def build_at(self, number: int, dims: Dims, angles: Any) -> ScoreModule:
+        """Return the module of one layer with the base's rotation; `build` gives it that of `rope`.
+
+        Args:
+            number: place of the layer among the scheme's layers, from 0.
+            dims: sizes of its attention.
+            angles: how the base rotates the layer, or None where it does not.
+        """
+        raise NotImplementedError(type(self).__name__)
 
 
 class QueryScheme(Scheme):
@@ -320,6 +364,7 @@ __all__ = [
     "QueryScheme",
     "ReadFrequencies",
     "RotaryScheme",
+    "RotatedScheme",
     "Scheme",
     "ScoreScheme",
     "TokenScheme",

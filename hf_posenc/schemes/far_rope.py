@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -14,11 +14,10 @@ from ..attention_call import Call
 from ..dims import Dims
 from ..forms import Content
 from ..modules import ScoreModule
-from ..placement import OnRotatedScores, Placement
 from ..positions import Positions
 from ..registry import register_scheme
 from ..sinusoids import compute_dtype, wide_dtype
-from .base import ScoreScheme
+from .base import RotatedScheme
 from .rope import apply_rotary
 
 _READ = {
@@ -81,10 +80,18 @@ class BaseAngles:
         x = x.to(dtype)
         return torch.cat([x[..., : self.start], apply_rotary(x[..., self.start :], cos, sin, self.pairs)], -1)
 
+    @property
+    def dimensions(self) -> list[tuple[int, int]]:
+        """The two dimensions of each pair."""
+        first, count = self.start, len(self.frequencies)
+        if self.pairs == "half":
+            return [(first + u, first + u + count) for u in range(count)]
+        return [(first + 2 * u, first + 2 * u + 1) for u in range(count)]
+
 
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
-class FarRope(ScoreScheme):
+class FarRope(RotatedScheme):
     """The base's rotation for near keys, and other distances for far ones, without training. Keys are cached unrotated.
 
     Equation: `q'_i = R(a_i) q_i`, `k'_j = R(b_j) k_j`, with the base's frequencies, and `d = a_i - b_j`:
@@ -178,10 +185,6 @@ class FarRope(ScoreScheme):
             )
 
     @property
-    def acts_on(self) -> Placement:
-        return OnRotatedScores()
-
-    @property
     def acts_from(self) -> int:
         """Number of tokens in the shortest context that the fitted scheme changes."""
         if self.kind == "rerope":  # the distance `near` itself stays
@@ -190,17 +193,15 @@ class FarRope(ScoreScheme):
             return (self.near or 0) + 1
         return (min(self.length or 0, 2 * (self.chunk or 0)) if self.kind == "dual_chunk" else self.length or 0) + 1
 
-    def with_base(self, length: int | None, layers: Sequence[BaseAngles | None]) -> FarRope:
-        """Return the scheme with everything that was None taken from the base.
-
-        Args:
-            length: length in tokens at which the base was trained, or None if its config does not say it.
-            layers: the rotations of the layers; None where the base does not rotate.
+    def with_base(
+        self, length: int | None, angles: Mapping[int, BaseAngles | None], sizes: Mapping[int, Dims]
+    ) -> FarRope:
+        """Return the scheme with everything that was None taken from the base, see `RotatedScheme.with_base`.
 
         Raises:
             ValueError: if a number is missing, or the base's frequencies are not those of one table.
         """
-        rotated = [each for each in layers if each is not None]
+        rotated = [each for each in angles.values() if each is not None]
         for each in rotated:
             if self.kind == "dynamic" and each.scaling not in ("default", "dynamic"):
                 raise ValueError(
@@ -252,6 +253,12 @@ class FarRope(ScoreScheme):
         if self.kind == "self_extend":
             return FarRotation(angles, Grouped(near, scheme.group or 0))
         return FarRotation(angles, Clamped(near, scheme.leak or 0.0))
+
+    def build_at(self, number: int, dims: Dims, angles: BaseAngles | None) -> ScoreModule:
+        """Return the module of one layer, see `RotatedScheme.build_at`."""
+        module: Any = self.build(dims)
+        module.angles = angles
+        return module
 
 
 class Distances:

@@ -314,6 +314,7 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
         "kerple": {"share_layers": False},
         "alibi": {"trainable": True},
         "far_rope": {"near": 2},  # shorter than the windows
+        "rope_by_head": {"pairs": [0]},  # not all
     }
     model = tiny(family)
     patch_model(model, scheme, seed=0, **options.get(scheme, {}))

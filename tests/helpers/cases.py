@@ -39,6 +39,7 @@ class Case:
         attention: slow attention of one layer.
         table: slow table of position vectors; None for schemes that add none.
         num_heads: the only number of heads that the hyper-parameters fit; None means any.
+        roundings: how often it rounds to bfloat16: 1 at the end, and 1 for queries and keys that it rotates as the base does.
         bases: families of the base model whose attention the row can be compared on.
     """
 
@@ -48,6 +49,7 @@ class Case:
     attention: Callable[..., Tensor]
     table: Callable[..., Tensor] | None = None
     num_heads: int | None = None
+    roundings: int = 1
     bases: tuple[str, ...] = ("gpt2", "llama")
 
 
@@ -452,6 +454,43 @@ FAR_ROPE = [
 ]
 
 
+# --- rope_by_head: the rotation of rope in the listed pairs of a key-value head; Ji et al. 2025, section 3.1, removes it from the others
+
+
+def rope_by_head_attention(
+    query, key, value, parameters, *, softmax_scale, cap=identity, pairs=None, theta=10000.0, **_
+):
+    size = query.shape[-1] // 2 * 2
+    dimensions = [(u, u + size // 2) for u in range(size // 2)]
+
+    def score(h, i, j, q, k):
+        by_head = pairs[0] if pairs and isinstance(pairs[0], list) else [pairs]
+        turning = by_head[h * len(by_head) // query.shape[1]]
+        w = [theta ** (-2 * u / size) if turning is None or u in turning else 0.0 for u in range(size // 2)]
+        return cap(dot(turn(q, i, w, dimensions, 1.0), turn(k, j, w, dimensions, 1.0)) * softmax_scale)
+
+    return attend(query, key, value, score)
+
+
+def rope_by_head(name: str, num_heads: int | None = None, bases=("gpt2", "llama"), **hyperparameters: Any) -> Case:
+    return Case(
+        id=f"rope_by_head-{name}",
+        scheme="rope_by_head",
+        hyperparameters=hyperparameters,
+        attention=rope_by_head_attention,
+        num_heads=num_heads,
+        roundings=2,
+        bases=bases,
+    )
+
+
+ROPE_BY_HEAD = [
+    rope_by_head("default"),
+    rope_by_head("fastest", pairs=[0]),
+    rope_by_head("by-head", 4, ("llama",), pairs=[[[1], [0, 1]]] * 2),
+]
+
+
 # --- transformer_xl: Dai et al. 2019, section 3.3, terms (a) to (d), R_d = [sin(d w) | cos(d w)], w_u = 10000^(-2u/E)
 
 
@@ -853,6 +892,7 @@ CASES: list[Case] = [
     *LEARNED,
     *ROPE,
     *FAR_ROPE,
+    *ROPE_BY_HEAD,
     *TRANSFORMER_XL,
     *SHAW,
     *T5,

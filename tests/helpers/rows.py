@@ -212,6 +212,21 @@ ROWS: dict[str, Row] = {
             "dynamic": {"kind": "dynamic", "chunk": 16, "length": 40},
         },
     ),
+    "rope_by_head": Row(
+        variants={"": {"pairs": [0]}},
+        values={"pairs": (None, (0, 2))},
+        wrong=[
+            *[("pairs", value, TypeError, ["by layer and key-value head"]) for value in ("0", 2, [0.5], [True], [[0]])],
+            *[("pairs", value, ValueError, ["take nope"]) for value in ([], [[[], []]])],
+            ("pairs", [0, -1], ValueError, ["counted from 0"]),
+            ("pairs", [[[0], [1, 1]]], ValueError, ["twice"]),
+            ("pairs", [0, 64], ValueError, ["0 to 3"]),
+            ("pairs", [[[0]]], ValueError, ["lists for 1 layers"]),
+        ],
+        acts={"pairs": [0]},
+        properties=("yes", "not applicable", "no", "yes", "yes"),
+        modules={"": {"pairs": [0, 3]}},
+    ),
     "transformer_xl": Row(
         variants={"": {}, "shared": {"share_biases": True}},
         values={"share_biases": (False, True)},

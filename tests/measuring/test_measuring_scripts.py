@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posenc import patch_model, patched, theory
+from hf_posenc import choose_pairs, patch_model, patched, theory
 from hf_posenc.evaluation import measure_recurrence, non_overlapping_perplexity, sliding_window_perplexity
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +96,31 @@ def test_rotations_are_measured_beyond_the_trained_length(script, tiny_checkpoin
         with patched(model, "far_rope", **arguments) if arguments is not None else nullcontext(), torch.no_grad():
             expected = model(ids, labels=ids).loss.item()
         assert measured["rows"][name]["2"]["fresh"] == pytest.approx(expected, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_pairs_stop_until_the_loss_is_above_the_thresholds(script, tiny_checkpoints):
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
+    sizes = ("--tokens", 64, "--choose-windows", 2, "--calibrate-windows", 12, "--steps", 1, "--parts", 4)
+    choices = ("--choices", "contribution, layer", "--thresholds", 1e-4, 9)
+    script("measure_pairs", tiny_checkpoints / "llama", text, *sizes, *choices, "--json", found)
+    measured = json.loads(found.read_text())
+    committed = json.loads((ROOT / "docs/measured/pairs_stories260K.json").read_text())
+    assert measured.keys() == committed.keys()
+    rows, stops = measured["rows"]["contribution, layer"], measured["can_stop"]["contribution, layer"]
+    assert rows[0].keys() == committed["rows"]["contribution, layer"][0].keys()
+    assert [row["share"] for row in rows] == [0.25, 0.5, 0.75]  # none is 9 nats worse
+    assert {way: limits["9.0"] for way, limits in stops.items()} == dict.fromkeys(stops, 0.75)
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama").eval()
+    ids = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")(text.read_text(), return_tensors="pt").input_ids[0]
+    scheme = choose_pairs(model, ids[:64].view(2, 32), by="contribution").scheme(0.5, among="layer")
+    held = ids[-64:].view(2, 32)
+    with torch.no_grad():
+        base = model(held, labels=held).loss.item()
+        with patched(model, scheme):
+            assert rows[1]["plain"] == pytest.approx(model(held, labels=held).loss.item() - base, abs=1e-4)
+    assert rows[1]["plain"] > 1e-3
 
 
 def test_chosen_layers_are_compared_with_even_ones(script, tiny_checkpoints):

@@ -356,6 +356,20 @@ def _(folder):
     refuses(ValueError, costs, matching="attention")
 
 
+# What choose_pairs takes.
+
+
+@shows("choose_pairs", "model", "tokens", "by", "progress")
+def _(folder):
+    model, shown = tiny("llama"), io.StringIO()
+    refuses(hf_posenc.UnsupportedModelError, hf_posenc.choose_pairs, tiny("gpt2"), tokens(2, 24))
+    with contextlib.redirect_stderr(shown):
+        usual = hf_posenc.choose_pairs(model, tokens(2, 24), progress=True)
+    assert "window" in shown.getvalue()
+    assert hf_posenc.choose_pairs(model, tokens(2, 24, seed=5)) != usual
+    assert hf_posenc.choose_pairs(model, tokens(2, 24), by="contribution").numbers != usual.numbers
+
+
 # What check takes.
 
 

@@ -74,6 +74,8 @@ def is_neutral(model, variant):
         return theta is not None
     if variant == "rope-partial":
         return rope.get("partial_rotary_factor") == 0.5
+    if variant == "rope_by_head":  # whose heads have one pair
+        return rope.get("partial_rotary_factor") == 0.25
     return theta is None and variant in ("learned", "learned-longer")
 
 

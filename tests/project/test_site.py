@@ -40,6 +40,7 @@ def test_the_reference_has_every_public_name_once():
         "hf_posenc.calibration": {
             "calibrate",
             "choose_layers",
+            "choose_pairs",
             "search_frequencies",
             "Calibration",
             "DivideAndConquer",
@@ -47,6 +48,7 @@ def test_the_reference_has_every_public_name_once():
             "FrequencySearch",
             "LayerChoice",
             "Matching",
+            "PairChoice",
         },
         "hf_posenc.families": {"Family"},
     }

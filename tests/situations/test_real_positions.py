@@ -121,6 +121,13 @@ def test_rotations_and_sinusoids_at_half_positions_have_half_the_frequencies(fam
         assert (found.logits - model(IDS, position_ids=whole, **SHOWN).logits).abs().max() > 0.01
 
 
+@torch.no_grad()
+def test_pairs_by_head_turn_as_the_base_turns_them():
+    expected = tiny("llama")(IDS, position_ids=REAL.float(), **SHOWN).logits
+    found = patch_model(tiny("llama"), "rope_by_head")(IDS, position_ids=REAL.float(), **SHOWN).logits
+    assert (found - expected).abs().max() < 1e-5
+
+
 def test_a_temperature_is_that_of_the_position():
     model = patch_model(tiny("llama"), [Rope(), Temperature("log_n", length=4)])
     positions = Positions.causal(LENGTH).follow(REAL[:1])
