@@ -159,6 +159,7 @@ REGISTRIES = {
     ("hf_posenc.registry", "_FAMILIES"),
     ("hf_posenc.registry", "_REFUSED"),
     ("hf_posenc.registry", "_ENTRY_POINTS"),  # what installed packages offer for these two, not imported yet
+    ("hf_posenc.registry", "_BROKEN"),  # and what of it cannot be made: a module registers its scheme only once
     # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
     ("hf_posenc.checkpoints.model_classes", "config_class"),
     ("hf_posenc.checkpoints.model_classes", "_model_class"),
