@@ -76,7 +76,7 @@ class OnDecoder:
     """The state of a decoder, for its pre-hooks.
 
     Attributes:
-        layers: the `hf_posenc.patching.layers.PatchedLayers` with which the pre-hook checks the layers.
+        layers: the `hf_posenc.patching.patched_layers.PatchedLayers` with which the pre-hook checks the layers.
         arguments: names of the parameters of the decoder's forward, without `self`.
         rows: number of rows in which the decoder takes positions of several coordinates, one for the text included.
         exchange: the same `Exchange` as on the attentions.

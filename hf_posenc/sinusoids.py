@@ -1,19 +1,11 @@
-"""Sines and cosines of positions, and the dtypes to compute them in."""
+"""Sines and cosines of positions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-
-def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for computing positions with this tensor: float64 for float64, else float32."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype for angles: float64, or float32 on MPS, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+from .dtypes import wide_dtype
 
 
 def geometric_frequencies(size: int, base: float, device: torch.device) -> Tensor:

@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_w
 
 from hf_posenc import Scheme, patch_model, register_scheme
 from hf_posenc.dims import Dims
+from hf_posenc.dtypes import compute_dtype
 from hf_posenc.evaluation import sliding_window_perplexity
 from hf_posenc.forms import Bias
 from hf_posenc.modules import ScoreModule
@@ -34,7 +35,6 @@ from hf_posenc.schemes.base import ScoreScheme
 from hf_posenc.schemes.da_transformer import DATransformer, DistanceRescaling
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.sinusoidal import Sinusoidal
-from hf_posenc.sinusoids import compute_dtype
 from hf_posenc.theory import negative_products
 from hf_posenc.version import VERSION
 

@@ -19,9 +19,9 @@ from ..placement import StockForm
 from ..upstream.derived_classes import stock_class
 from .class_names import STUB
 from .guards import unguarded
+from .loading_weights import position_keys
 from .model_classes import PosEncConfigMixin, PosEncMixin
 from .scheme_entry import ENTRY
-from .weights import position_keys
 
 TABLE_LENGTH = 1024
 """Default number of rows of the table to which position vectors without a limit are exported."""

@@ -24,7 +24,7 @@ from ..schemes.alibi import alibi_slopes
 from ..upstream.rotary import by_pair
 from . import files
 from .gguf_tokenizers import tokenizer_facts
-from .weights import position_keys
+from .loading_weights import position_keys
 
 FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7}
 """Name of a dtype -> llama.cpp's number of files whose matrices have it."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CheckpointError, HfPosencError
 from ..families.base import language_config
-from ..patching.layers import MARKER
+from ..patching.patched_layers import MARKER
 from ..schemes.base import EVERY_SCHEME
 from . import files
 from .cards import describe_calibration
@@ -21,11 +21,11 @@ from .class_names import architecture
 from .compat_0_1 import was_saved_by_0_1
 from .digests import check_no_adapter, check_saved_weights
 from .headers import JsonObject, json_object, read_tensor_headers
+from .loading_weights import check_loaded, check_shapes, named_tensors, position_keys
 from .markdown import one_line
 from .model_classes import saved_class
 from .scheme_entry import ENTRY, VERSION_KEY, read_calibration, read_schemes, schemes_of_config
 from .stock_checkpoints import check_checkpoint_served
-from .weights import check_loaded, check_shapes, named_tensors, position_keys
 
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")
 """Options of transformers' from_pretrained that say where a checkpoint is."""

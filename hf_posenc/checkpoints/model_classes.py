@@ -19,7 +19,7 @@ from ..live.patch_record import PATCH, OfPatched, Patch, patch_of, patched_part
 from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..modules import PositionModule
 from ..patching.changes import place
-from ..patching.layers import MARKER
+from ..patching.patched_layers import MARKER
 from ..patching.plan import make_plan, needs_our_attention
 from ..registry import family_for
 from ..schemes.base import Scheme
@@ -33,9 +33,9 @@ from .compat_0_1 import translate_config
 from .config import READ, ConfigMixin, stock_config, stock_inside
 from .guards import UNREGISTERED
 from .headers import JsonObject
+from .loading_weights import LoadingMixin
 from .saving import SavingMixin
 from .scheme_entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
-from .weights import LoadingMixin
 
 
 class PosEncConfigMixin(ConfigMixin):

@@ -23,9 +23,9 @@ from .class_names import STUB, stub_text
 from .config import stock_config
 from .digests import write_digests
 from .headers import WEIGHTS
+from .loading_weights import named_tensors
 from .save_mark import stamped
 from .stock_checkpoints import StockModel
-from .weights import named_tensors
 
 _PUSH_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 

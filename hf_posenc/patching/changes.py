@@ -38,7 +38,7 @@ from .hooks import (
     require_counts,
     require_one_coordinate,
 )
-from .layers import BASE_MARKER, MARKER, Carried, PatchedLayers, require_patched_layers
+from .patched_layers import BASE_MARKER, MARKER, Carried, PatchedLayers, require_patched_layers
 from .plan import Plan
 
 UNROTATED = "posenc_still"

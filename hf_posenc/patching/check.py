@@ -13,7 +13,7 @@ from ..live.obstacles import check_in_place, check_unwrapped
 from ..live.patch_record import OfPatched, Patch, alone, without_adapter
 from ..live.undo import Undo, has_own_forward
 from ..upstream.replaced_attention import ReplacedAttention
-from .layers import MARKER
+from .patched_layers import MARKER
 
 TAKE_OFF = (
     "hooks of accelerate: accelerate.hooks.remove_hook_from_module(model, recurse=True); a wrapper or a compiled "

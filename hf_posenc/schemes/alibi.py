@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..dims import Dims
+from ..dtypes import compute_dtype
 from ..forms import Slopes
 from ..modules import ScoreModule, parameter
 from ..positions import NO_WINDOW
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype
 from .base import ScoreScheme, init
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ..dims import Dims
+from ..dtypes import compute_dtype
 from ..forms import Bias
 from ..modules import ScoreModule, by_head, parameter
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype
 from .alibi import alibi_slopes
 from .base import ScoreScheme, init
 from .kerple import positive, raw_of

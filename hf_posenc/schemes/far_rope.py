@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..attention_call import Call
 from ..dims import Dims
+from ..dtypes import compute_dtype, wide_dtype
 from ..forms import Content
 from ..modules import ScoreModule
 from ..positions import Positions
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype, wide_dtype
 from .base import RotatedScheme
 from .rope import apply_rotary
 

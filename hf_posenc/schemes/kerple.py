@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..dims import Dims
+from ..dtypes import compute_dtype
 from ..forms import Bias
 from ..modules import ScoreModule, by_head, parameter
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype
 from .base import ScoreScheme, init
 
 SMALLEST_START = 0.01

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..did_you_mean import did_you_mean
 from ..dims import Dims
+from ..dtypes import compute_dtype
 from ..frequency_edits import EDITS, apply_edit, check_edit
 from ..placement import RopeParameters
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype
 from .base import PROPORTIONAL, ReadFrequencies, RotaryScheme, by_layer_type
 
 _LENGTH = "original_max_position_embeddings"

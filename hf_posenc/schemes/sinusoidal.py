@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..dims import Dims
+from ..dtypes import wide_dtype
 from ..modules import Native, PositionEmbedding, parameter
 from ..registry import register_scheme
-from ..sinusoids import geometric_frequencies, sinusoids, wide_dtype
+from ..sinusoids import geometric_frequencies, sinusoids
 from .base import EmbeddingScheme, init
 
 

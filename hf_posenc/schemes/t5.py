@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..dims import Dims
+from ..dtypes import compute_dtype
 from ..forms import Bias
 from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype
 from .base import ScoreScheme, init
 
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from ..dims import Dims
+from ..dtypes import compute_dtype
 from ..forms import RelativeKeys
 from ..modules import PositionModule, Reference, ScoreModule, parameter
 from ..registry import register_scheme
-from ..sinusoids import compute_dtype, geometric_frequencies, sinusoids
+from ..sinusoids import geometric_frequencies, sinusoids
 from ..table_cache import KeptTable
 from .base import ScoreScheme, init
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "did_you_mean", "measurement"),
+    ("errors", "version", "did_you_mean", "measurement", "dtypes"),
     ("command_arguments", "positions", "sinusoids", "table_cache", "dims", "frequency_edits"),
     ("registry",),
     ("attention_call",),
@@ -46,6 +46,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 CORE = {
     "errors": set(),
     "did_you_mean": set(),
+    "dtypes": set(),
     "command_arguments": set(),
     "positions": set(),
     "dims": set(),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, UnsupportedModelError, WeightShapeError
 from ..modules import PositionModule
-from ..patching.layers import MARKER
+from ..patching.patched_layers import MARKER
 from ..upstream.attention import SPLIT_HEADS
 from . import files
 from .compat_0_1 import was_saved_by_0_1
