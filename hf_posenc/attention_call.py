@@ -38,7 +38,9 @@ class Call:
         weights: whether the caller wants the attention weights (B, H, Q, L).
         sinks: (H,) or None. One more score per head in the softmax; its weight is dropped.
         numbers: (B, H, L) or None. One number for each token of the keys, for the addition that made it.
-        log_gates: (B, H, L) or None. Logarithms of forget gates, one for each token of the keys.
+        log_gates: (B, H, L) or None. Logarithms of forget gates, one for each token of the keys. A score gets the sum
+            over the visible tokens after its key.
+        key_bias: (B, H, L) or None. Added to the score of each key, whatever the query, after a soft cap.
         module: the scheme's module, which has `scores` and `mix`; None until the call reaches the module.
         form: form of the scores (`hf_posenc.forms`); None until the call reaches the module, and for schemes without a
             form.
@@ -56,6 +58,7 @@ class Call:
     sinks: Tensor | None = None
     numbers: Tensor | None = None
     log_gates: Tensor | None = None
+    key_bias: Tensor | None = None
     module: Formula | None = None
     form: Any = None
 
@@ -123,10 +126,23 @@ class Call:
         gates = self.log_gates[:, :, None].masked_fill(~self.visible(), 0)
         return torch.nn.functional.pad(gates[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
+    @property
+    def has_token_bias(self) -> bool:
+        """Whether numbers of tokens are added to scores: forget gates, or biases of keys."""
+        return self.log_gates is not None or self.key_bias is not None
+
+    def token_bias(self) -> Tensor:
+        """Return what numbers of tokens add to scores, (B, H, Q, L), if `has_token_bias`."""
+        bias = None if self.key_bias is None else self.key_bias[:, :, None].expand(-1, -1, self.query.shape[2], -1)
+        if self.log_gates is not None:
+            bias = self.gate_bias() if bias is None else bias + self.gate_bias()
+        assert bias is not None
+        return bias
+
     def scores(self) -> Tensor:
         """Return the scores of a widened call before masking, (B, H, Q, L)."""
         scores = self.formula.scores(self)
-        return scores if self.log_gates is None else scores + self.gate_bias()
+        return scores + self.token_bias() if self.has_token_bias else scores
 
     def cap(self, scores: Tensor) -> Tensor:
         """Apply the model's soft cap, if it has one, to scores. Add a bias after the cap, as a mask."""

@@ -19,7 +19,7 @@ from .checkpoints.headers import JsonObject
 from .errors import CheckpointError, NotPatchedError, UnsupportedModelError
 from .live.base_model import BaseModel
 from .live.patch_record import adapted_parts, patch_of, without_adapter
-from .modules import PositionEmbedding, PositionModule
+from .modules import PositionEmbedding, modules_of_schemes
 
 __all__ = ["check_adapter", "load_adapter", "lora_config", "name_base"]
 
@@ -86,10 +86,9 @@ def lora_config(
 
 def _saved_whole(model: PreTrainedModel, norms: bool, positions: bool) -> Iterator[str]:
     """Yield the names of the modules to train whole: normalisation layers if `norms`, the scheme's if `positions`."""
+    of_schemes = modules_of_schemes(model)
     for name, module in model.named_modules():
-        is_wanted = (norms and type(module).__name__.endswith("Norm")) or (
-            positions and isinstance(module, PositionModule)
-        )
+        is_wanted = (norms and type(module).__name__.endswith("Norm")) or (positions and name in of_schemes)
         if is_wanted and any(True for _ in module.parameters(recurse=False)):
             yield name
 

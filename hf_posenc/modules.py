@@ -278,11 +278,17 @@ class Shared(nn.Module):
 
 def position_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return parameter name -> parameter, for the parameters of schemes in a model."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), PositionModule)
-    }
+    modules = modules_of_schemes(model)
+    return {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in modules}
+
+
+def modules_of_schemes(model: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> module, for the modules of schemes in a model and for all modules inside them."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # a parent comes before its children
+        if isinstance(module, PositionModule) or (name and name.rpartition(".")[0] in found):
+            found[name] = module
+    return found
 
 
 def owner_of(module: object) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, UnsupportedModelError, WeightShapeError
-from ..modules import PositionModule
+from ..modules import modules_of_schemes
 from ..patching.patched_layers import MARKER
 from ..upstream.attention import SPLIT_HEADS
 from . import files
@@ -164,11 +164,12 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def position_keys(model: nn.Module) -> set[str]:
     """Return the state-dict keys of a patched model's position parameters and markers."""
+    of_schemes = modules_of_schemes(model)
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
         for key in {**module._parameters, **module._buffers}
-        if isinstance(module, PositionModule) or key.startswith(MARKER)
+        if name in of_schemes or key.startswith(MARKER)
     }
 
 

@@ -24,7 +24,7 @@ class Engine:
             faster. The key None stands for any other dtype.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
-        gates: whether it takes calls with forget gates.
+        token_bias: whether it takes calls with forget gates or biases of keys.
         real: whether it takes positions that are real numbers.
         value_sizes: whether it takes values whose size differs from that of queries and keys. Otherwise smaller
             values are padded with zeros.
@@ -33,7 +33,7 @@ class Engine:
     name: ClassVar[str]
     traced: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
-    gates: ClassVar[bool] = False
+    token_bias: ClassVar[bool] = False
     real: ClassVar[bool] = False
     value_sizes: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
@@ -65,11 +65,11 @@ class Engine:
         return None if self.forms is None or is_one_of(call.form, self.forms) else self.wrong_form
 
     def refusal(self, call: Call) -> str | None:
-        """Return why the engine refuses a call, for sinks, gates, value sizes or `why_not`; None if it computes it."""
+        """Return why the engine refuses a call, for `why_not` or what the flags say; None if it computes it."""
         if call.sinks is not None and not self.sinks:
             return "the model has attention sinks, which this engine does not compute"
-        if call.log_gates is not None and not self.gates:
-            return "the layer has forget gates, which this engine does not compute"
+        if call.has_token_bias and not self.token_bias:
+            return "the layer adds numbers of tokens to its scores (forget gates), which this engine does not compute"
         if call.positions.real and not self.real:
             return "the positions are real numbers, and this engine counts whole distances"
         size, values = call.query.shape[-1], call.value.shape[-1]

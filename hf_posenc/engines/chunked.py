@@ -33,7 +33,7 @@ class Chunked(Engine):
 
     name = "chunked"
     sinks = True
-    gates = True
+    token_bias = True
     real = True
     value_sizes = True
 
@@ -73,21 +73,25 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     positions, queries = call.positions, call.query.shape[2]
     assert isinstance(positions, Positions)
 
-    def part(query: Tensor, key: Tensor, value: Tensor, positions: Positions, gates: Tensor | None) -> Tensor:
-        return compute(replace(call, query=query, key=key, value=value, positions=positions, log_gates=gates))
+    def part(
+        query: Tensor, key: Tensor, value: Tensor, positions: Positions, gates: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        some = replace(call, query=query, key=key, value=value, positions=positions, log_gates=gates, key_bias=bias)
+        return compute(some)
 
     training = torch.is_grad_enabled()
     parts = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         seen = _seen(positions, here)
-        gates = None if call.log_gates is None else call.log_gates[:, :, seen]
+        gates, bias = (None if each is None else each[:, :, seen] for each in (call.log_gates, call.key_bias))
         tensors = (
             call.query[:, :, here],
             call.key[:, :, seen],
             call.value[:, :, seen],
             positions.cut(here, seen),
             gates,
+            bias,
         )
         parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
     return torch.cat(parts, 1)

@@ -13,7 +13,7 @@ class Reference(Engine):
     name = "reference"
     traced = True
     sinks = True
-    gates = True
+    token_bias = True
     real = True
     value_sizes = True
 

@@ -36,7 +36,7 @@ class Sdpa(Engine):
     forms = (Content,)
     wrong_form = "it computes attention without positions, and this scheme changes scores"
     traced = True
-    gates = True
+    token_bias = True
     real = True
     value_sizes = True
 
@@ -52,12 +52,12 @@ class Sdpa(Engine):
             return "attention weights were asked for, which only the reference engine has"
         if call.softcap is not None:
             return "the kernel has no soft cap on scores"
-        if call.log_gates is not None and call.query.dtype not in (torch.float32, torch.float64):
-            return f"the kernel would add forget gates in {call.query.dtype}"
+        if call.has_token_bias and call.query.dtype not in (torch.float32, torch.float64):
+            return f"the kernel would add numbers of tokens in {call.query.dtype}"
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        if call.log_gates is None and _is_plainly_causal(call):
+        if not call.has_token_bias and _is_plainly_causal(call):
             return _attend(call, causal=True), None
         if (rows := _rows(call)) < call.query.shape[2]:
             return chunked.by_rows(call, rows, _attend), None
@@ -86,8 +86,8 @@ def _rows(call: Call) -> int:
         return call.query.shape[2]  # as it is: int() would fix the length of an exported program
     queries, keys = int(call.query.shape[2]), int(call.key.shape[2])  # sizes are tensors in torch.jit.trace
     masks = max(positions.key_valid.shape[0], positions.query_index.shape[0])
-    if call.log_gates is not None:
-        masks = call.log_gates.shape[0] * call.log_gates.shape[1]
+    if call.has_token_bias:
+        masks = call.query.shape[0] * call.query.shape[1]
     on_cpu = call.query.device.type == "cpu"
     if masks * queries * keys <= (WHOLE if on_cpu else PAIRS_ELSEWHERE):
         return queries
@@ -98,10 +98,10 @@ def _rows(call: Call) -> int:
 
 
 def _mask(call: Call) -> Tensor:
-    """Return which keys are visible, bool; or what is added to scores: a user's own float mask, and forget gates."""
+    """Return which keys are visible, bool; or what is added to scores: a user's own float mask, and token biases."""
     positions = call.positions
-    if call.log_gates is not None:
-        return positions.mask(call.gate_bias()).to(call.query.dtype)
+    if call.has_token_bias:
+        return positions.mask(call.token_bias()).to(call.query.dtype)
     if isinstance(positions, DensePositions) and positions.seen.is_floating_point():
         return positions.seen.to(call.query.dtype)
     return positions.visible()

@@ -1,0 +1,140 @@
+"""Biases of keys: a number that a scheme makes of each token is added to the score of its key, by every engine that can."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from families import tiny, tokens
+from torch import nn
+from transformers import DynamicCache
+
+from hf_posenc import (
+    TokenModule,
+    TokenScheme,
+    describe,
+    from_pretrained,
+    lora_config,
+    patch_model,
+    register_scheme,
+    registry,
+    verify,
+)
+from hf_posenc.attention_call import Call
+from hf_posenc.engines import dispatch
+from hf_posenc.modules import WithoutPositions, position_parameters
+from hf_posenc.positions import Positions
+from hf_posenc.schemes import Alibi, Rope
+
+HEADS, KEY_HEADS, SIZE, LENGTH = 4, 2, 8, 40
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 0.02}
+
+
+@pytest.fixture(autouse=True)
+def key_gate(monkeypatch):
+    """A scheme whose numbers come from a plain module, as a stranger writes it."""
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+
+    class Gates(nn.Module):
+        def __init__(self, dims):
+            super().__init__()
+            self.linear = nn.Linear(dims.hidden_size, dims.num_heads)
+
+        def forward(self, hidden_states):
+            weight = self.linear.weight.to(hidden_states.dtype)
+            return nn.functional.linear(hidden_states, weight, self.linear.bias.to(weight)).transpose(1, 2)
+
+    class Gated(TokenModule):
+        def __init__(self, dims):
+            super().__init__()
+            self.tokens = Gates(dims)
+
+        def forward(self, call):
+            return replace(call, key_bias=call.numbers)
+
+    @register_scheme
+    @dataclass(frozen=True, kw_only=True)
+    class KeyGate(TokenScheme):
+        name: ClassVar[str] = "key_gate"
+
+        def build(self, dims):
+            return Gated(dims)
+
+    return KeyGate
+
+
+def drawn(*shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+POSITIONS = {
+    "plain": lambda: Positions.causal(LENGTH),
+    "window": lambda: Positions.causal(LENGTH).within(9),
+    "window and sinks": lambda: Positions.causal(LENGTH).within(9, 3),
+    "cache": lambda: Positions.causal(5, LENGTH),
+}
+
+
+@pytest.mark.parametrize("situation", POSITIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("engine", ["sdpa", "chunked", "reference"])
+def test_engines_add_it_to_the_scores(engine, dtype, situation):
+    positions = POSITIONS[situation]()
+    queries = positions.query_index.shape[1]
+    query = drawn(2, HEADS, queries, SIZE, dtype=dtype, seed=0).requires_grad_()
+    key, value = (drawn(2, KEY_HEADS, LENGTH, SIZE, dtype=dtype, seed=n).requires_grad_() for n in (1, 2))
+    bias = (3 * drawn(2, HEADS, LENGTH, dtype=torch.promote_types(dtype, torch.float32), seed=3)).requires_grad_()
+    call = Call(query, key, value, positions, scaling=SIZE**-0.5, key_bias=bias)
+    if engine == "sdpa" and dtype == torch.bfloat16:
+        with pytest.raises(ValueError, match="would add numbers of tokens in"):
+            WithoutPositions()(call, lambda made: dispatch.attend(made, engine))
+        return
+    output, _ = WithoutPositions()(call, lambda made: dispatch.attend(made, engine))
+    wide = [each.detach().double().requires_grad_() for each in (query, key, value, bias)]
+    q, k, v, b = wide[0], *(each.repeat_interleave(2, 1) for each in wide[1:3]), wide[3]
+    scores = q @ k.mT / math.sqrt(SIZE) + b[:, :, None]
+    expected = (scores.masked_fill(~positions.visible(), -math.inf).softmax(-1) @ v).transpose(1, 2)
+    assert (output.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+    without, _ = WithoutPositions()(replace(call, key_bias=None), lambda made: dispatch.attend(made, engine))
+    assert (without.double() - expected).norm() > 0.1 * expected.norm()
+    weight = drawn(*expected.shape, dtype=torch.float64, seed=4)
+    mine = torch.autograd.grad((output.double() * weight).sum(), [query, key, value, bias])
+    theirs = torch.autograd.grad((expected * weight).sum(), wide)
+    for a, e in zip(mine, theirs, strict=True):
+        assert (a.double() - e).norm() <= 10 * TOLERANCE[dtype] * e.norm()
+
+
+@pytest.mark.parametrize("engine", ["toeplitz", "decode", "clipped"])
+def test_other_engines_refuse_it(engine):
+    model = patch_model(tiny("llama"), ["t5" if engine != "clipped" else "shaw", "key_gate"], attention=engine)
+    with pytest.raises(ValueError, match="the layer adds numbers of tokens to its scores"):
+        model(tokens(1, 12))
+
+
+@pytest.mark.parametrize("beside", [Rope, Alibi])
+def test_a_cache_a_window_with_sinks_and_padding_compute_what_a_forward_does(beside):
+    ids = tokens(2, 24)
+    model = patch_model(tiny("llama"), [beside(window=7, sinks=2), "key_gate"]).eval()
+    with torch.no_grad():
+        expected, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(6, 1)]
+        assert (torch.cat(parts, 1) - expected).abs().max() < 1e-4
+        padded = torch.nn.functional.pad(ids, (3, 0))
+        shown = torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+        made = model(padded, attention_mask=shown, position_ids=shown.cumsum(-1) - 1, use_cache=False).logits[:, 3:]
+        assert (made - expected).abs().max() < 1e-4
+
+
+def test_parameters_of_a_plain_module_inside_are_the_schemes_own(tmp_path):
+    """They are described, trained by an adapter, saved, and missed where they are missing."""
+    model = patch_model(tiny("llama"), ["rope", "key_gate"])
+    assert verify(model).ok
+    names = {f"model.layers.{n}.self_attn.posenc_additions.key_gate.tokens.linear" for n in (0, 1)}
+    assert {name.rpartition(".")[0] for name in position_parameters(model)} == names
+    assert "parameters  264 in 4 tensors" in str(describe(model))
+    assert names <= set(lora_config(model).modules_to_save)
+    model.save_pretrained(tmp_path)
+    again, ids = from_pretrained(tmp_path), tokens(1, 9)
+    with torch.no_grad():
+        assert again(ids).logits.equal(model.eval()(ids).logits)
