@@ -332,7 +332,7 @@ TRAINING = {
         tracker="tensorboard",
     ),
     "split_seed": numbers(split_seed=1),
-    "positions": numbers(positions="real", position_length=64),
+    "positions": numbers(positions="randomised", position_length=64),
     "position_length": numbers(POSE, position_length=80),
     "pose_chunks": numbers(POSE, pose_chunks=3),
     "objective": numbers(objective="longce"),
