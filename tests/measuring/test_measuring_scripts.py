@@ -85,7 +85,12 @@ def test_rotations_are_measured_beyond_the_trained_length(script, tiny_checkpoin
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
     arguments = ("--tokens", 64, "--multiples", 1, 2, "--json", found)
     script("measure_far_rope", tiny_checkpoints / "llama", text, *arguments)
+    tuned = ("--fine-tune", 256, "--seeds", 0, "--rate", 0.01, "--fine-tuned", "base", "far_rope, rerope")
+    script("measure_far_rope", tiny_checkpoints / "llama", text, *arguments, *tuned)
     measured = json.loads(found.read_text())
+    assert set(measured["fine_tuned"]) == {"base, seed 0", "far_rope, rerope, seed 0"}
+    for row, after in measured["fine_tuned"].items():
+        assert after["1"]["fresh"] < measured["rows"][row.removesuffix(", seed 0")]["1"]["fresh"] - 0.1
     committed = json.loads((ROOT / "docs/measured/far_rope_stories260K.json").read_text())
     assert measured.keys() == committed.keys()
     assert measured["rows"].keys() == committed["rows"].keys()

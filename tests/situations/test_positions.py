@@ -524,7 +524,7 @@ def test_chosen_ids_that_change_from_counted_positions_to_slots_are_chosen(schem
 
 @torch.no_grad()
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()], ids=["compact", "dense"])
-@pytest.mark.parametrize("cast", [torch.Tensor.bool, torch.Tensor.half, torch.Tensor.bfloat16])
+@pytest.mark.parametrize("cast", [torch.Tensor.half, torch.Tensor.bfloat16])
 def test_position_ids_that_are_no_numbers_of_enough_digits_are_refused(cast, mask):
     model, ids = patch_model(tiny("llama"), "alibi"), tokens(1, 8)
     with pytest.raises(ValueError, match="must be integers, or real numbers in float32 or float64, not torch"):
