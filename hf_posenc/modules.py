@@ -112,7 +112,13 @@ class ScoreModule(PositionModule):
 
 
 class QueryModule(PositionModule):
-    """Changes the queries, or queries and keys, of an attention call before the scores are computed."""
+    """Changes the queries, or queries and keys, of an attention call before the scores are computed.
+
+    Attributes:
+        is_temperature: whether its own parameters are strengths of a temperature, which `fit_temperature` fits.
+    """
+
+    is_temperature: ClassVar[bool] = False
 
     def forward(self, call: Call) -> Call:
         """Return the call with other queries, or keys.

@@ -4,11 +4,11 @@
 python scripts/measure_pairs.py CHECKPOINT TEXT --json found.json
 
 Pairs are chosen on the first windows of the text (`choose_pairs`), by each number, among the pairs of a head, of a
-layer or of the model. By `frequency` the slowest pair of each head stops first. The loss of the next token is measured on the last windows of the trained length: `plain`, after
-the closed forms of `calibrate` (`closed_form`), and after its second stage as well (`matched`). The JSON file has the
-losses of each share of pairs that stop, in nats above the base's (`rows`), and the largest share up to which none is
-above a threshold (`can_stop`). Shares grow until every loss is above the largest threshold. It is written after each
-way to choose.
+layer or of the model. By `frequency` the slowest pair of each head stops first. The loss of the next token is measured
+on the last windows of the trained length: `plain`, after the closed forms of `calibrate` (`closed_form`), and after its
+second stage as well (`matched`). The JSON file has the losses of each share of pairs that stop, in nats above the
+base's (`rows`), and the largest share up to which none is above a threshold (`can_stop`). Shares grow until every loss
+is above the largest threshold. The file is written after each way to choose.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ from .pair import TOKENS_AT_ONCE, kl_of_rows
 AMONG = ("head", "layer", "model")
 """Sets of pairs of which a share can be kept."""
 
+UNEXPLAINED = "unexplained"
+
 ByHead = tuple[tuple[tuple[float, ...], ...], ...]
 """A number for each pair: layers of key-value heads of pairs."""
 
@@ -125,7 +127,7 @@ def choose_pairs(
 
     Raises:
         UnsupportedModelError: if the base does not rotate, if it is wrapped, sharded or offloaded, or if it cannot have
-            `rope_by_head`.
+            `rope_by_head`; by `unexplained`, if its positions have several coordinates.
         AlreadyPatchedError: if the model is patched.
         ValueError: for an argument out of range, for tokens that do not fit the model, if its frequencies depend on the
             length of the context, or if its queries or keys are not finite.
@@ -135,6 +137,11 @@ def choose_pairs(
     with to_be_patched(model):
         base = BaseModel.of(model)
         layers = _rotated_layers(base)
+        if by == UNEXPLAINED and base.rotation.coordinates:
+            raise UnsupportedModelError(
+                f"by={UNEXPLAINED!r} needs one distance for two tokens, and positions of {base.name} have several "
+                f"coordinates: choose from {', '.join(each for each in MEASURES if each != UNEXPLAINED)}"
+            )
         scheme = RopeByHead(layers=layers)
         make_plan(model, (scheme,), "auto")
         check_tokens(tokens, model, 0)
@@ -257,7 +264,7 @@ class _Unexplained(_Contribution):
 
 MEASURES: Mapping[str, type[_Measure]] = {
     "divergence": _Divergence,
-    "unexplained": _Unexplained,
+    UNEXPLAINED: _Unexplained,
     "contribution": _Contribution,
 }
 """Name of a number -> how it is measured."""

@@ -16,7 +16,7 @@ from ..errors import NotPatchedError
 from ..live.eval_mode import evaluation
 from ..live.obstacles import check_in_place, check_unwrapped
 from ..live.patch_record import alone, patch_of
-from ..schemes.temperature import QueryFactor
+from ..modules import QueryModule
 from .checks import check_head, check_tokens
 from .matching import check_counts
 
@@ -115,8 +115,12 @@ def fit_temperature(
 
 def trained_strengths(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return name -> parameter of each temperature, which `fit_temperature` fits."""
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, QueryFactor)]
-    return {f"{name}.{key}": p for name, module in modules for key, p in module.named_parameters(recurse=False)}
+    return {
+        f"{name}.{key}": parameter
+        for name, module in model.named_modules()
+        if isinstance(module, QueryModule) and module.is_temperature
+        for key, parameter in module.named_parameters(recurse=False)
+    }
 
 
 def _fit(

@@ -137,6 +137,8 @@ class Temperature(QueryScheme):
 class QueryFactor(QueryModule):
     """The module of `temperature`, with a parameter `strength` (H,) or (1,) if it is trained."""
 
+    is_temperature = True
+
     def __init__(self, kind: str, start: tuple[float, ...], length: int | None, trainable: bool) -> None:
         """Store the strengths.
 

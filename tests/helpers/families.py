@@ -111,3 +111,21 @@ def tokens(batch: int = 2, length: int = 24, *, seed: int = 1) -> torch.Tensor:
     """Return random token ids (batch, length), int64, without the three special ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB_SIZE, (batch, length), generator=generator)
+
+
+# `rope_parameters` of tiny models, with scalings that act within a few tokens.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 3.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.05,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 16,
+}

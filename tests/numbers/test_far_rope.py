@@ -3,29 +3,14 @@
 import pytest
 import torch
 from cases import attend, dot, far_position, rope_frequencies, turn
-from families import tiny, tokens
+from families import LONGROPE, YARN, tiny, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_posenc import UnsupportedModelError, patch_model, patched, schemes_of, verify
 from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.far_rope import Clamped
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 3.0,
-    "beta_fast": 2.0,
-    "beta_slow": 0.05,
-    "original_max_position_embeddings": 16,
-}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 16,
-}
 KINDS = {
     "rerope": {"near": 5},
     "leaky": {"near": 4, "leak": 0.25},

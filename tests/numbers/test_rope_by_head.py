@@ -7,7 +7,7 @@ import pytest
 import torch
 from cases import attend, dot, rope_frequencies, turn
 from decoders import decoder
-from families import tiny, tokens
+from families import LONGROPE, YARN, tiny, tokens
 from snapshots import assert_same, snapshot
 from transformers import CONFIG_MAPPING
 
@@ -29,21 +29,6 @@ from hf_posenc.engines import reference
 from hf_posenc.live.base_model import BaseModel
 from hf_posenc.schemes.rope_by_head import RopeByHead
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 3.0,
-    "beta_fast": 2.0,
-    "beta_slow": 0.05,
-    "original_max_position_embeddings": 16,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 16,
-}
 MIXED = [[[0, 1], [3]], [[], [2, 0]]]
 """Pairs of a tiny LLaMA: two layers, two key-value heads, four pairs in each."""
 
@@ -312,6 +297,8 @@ def test_what_choose_pairs_refuses():
         choose_pairs(model, tokens(2, 16))
     with pytest.raises(UnsupportedModelError, match="does not rotate"):
         choose_pairs(tiny("gpt2"), tokens(2, 16))
+    with pytest.raises(UnsupportedModelError, match="several coordinates: choose from divergence, contribution"):
+        choose_pairs(decoder("ernie4_5_vl_moe_text"), tokens(2, 16), by="unexplained")
     with pytest.raises(ValueError, match="by must be one of divergence"):
         choose_pairs(tiny("llama"), tokens(2, 16), by="norm")
     with pytest.raises(ValueError, match="tokens must be integers"):

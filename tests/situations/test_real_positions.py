@@ -7,7 +7,7 @@ from families import tiny, tokens
 from situations import patched_model
 from transformers import DynamicCache
 
-from hf_posenc import patch_model
+from hf_posenc import parallel, patch_model
 from hf_posenc.attention_call import Call
 from hf_posenc.positions import Positions
 from hf_posenc.schemes import Rope, Temperature
@@ -139,15 +139,17 @@ def test_a_temperature_is_that_of_the_position():
 
 
 @torch.no_grad()
-def test_documents_and_windows_count_tokens():
-    """The same positions with a window: those of a user's own mask, which hides what is out of the window."""
-    model = patch_model(tiny("llama"), "alibi", window=4)
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-3)[None, None]
-    found = model(IDS, position_ids=REAL.float(), **SHOWN).logits
-    wide = patch_model(tiny("llama"), "alibi")
-    wanted = wide(IDS, position_ids=REAL.float(), attention_mask=seen, use_cache=False).logits
-    assert (found - wanted).abs().max() < 1e-5
-    assert (found - wide(IDS, position_ids=REAL.float(), **SHOWN).logits).abs().max() > 1e-3
+def test_a_window_counts_tokens():
+    """A stock model without positions gets the biases of the formula, and sees four tokens, wherever they stand."""
+    model = patch_model(tiny("llama"), "alibi", window=4, trainable=True).double()
+    expected = patch_model(tiny("llama"), "nope").double()
+    expected.set_attn_implementation("eager")
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-3)
+    biases = [alibi(layer.self_attn.posenc).masked_fill(~seen, -1e30) for layer in model.model.layers]
+    found = model(IDS, position_ids=REAL, **SHOWN).logits
+    assert (found - stepwise(expected, biases)).abs().max() <= TOLERANCE
+    wide = patch_model(tiny("llama"), "alibi").double()
+    assert (found - wide(IDS, position_ids=REAL, **SHOWN).logits).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -166,6 +168,8 @@ def test_where_positions_travel_as_integers_they_are_refused():
         patch_model(decoder("bloom"), "sinusoidal")(IDS, position_ids=REAL.float(), **SHOWN)
     with pytest.raises(ValueError, match="cannot compute this call: the positions are real numbers"):
         patch_model(tiny("llama"), "alibi", attention="toeplitz")(IDS, position_ids=REAL.float(), **SHOWN)
+    with pytest.raises(ValueError, match="context parallelism takes whole position_ids only"):
+        parallel._checked_batch({"input_ids": IDS, "position_ids": REAL.float()})
     model, cache = patch_model(tiny("llama"), "alibi"), DynamicCache()
     model(IDS[:, :6], past_key_values=cache)
     with pytest.raises(ValueError, match="position_ids do not continue the positions"):
