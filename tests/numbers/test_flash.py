@@ -11,11 +11,13 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from decoders import decoder
 from families import tiny, tokens
 from flash_stand_in import install
 from literal_attention import BESIDE, assert_same_gradients, attend_literally, peer_beside, products
+from multimodal import multimodal
 from situations import distance
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_posenc
@@ -181,6 +183,35 @@ def test_generation(cache, family, kernel):
         generated.append(model.generate(tokens(2, 11), attention_mask=padded(4, 0), **arguments))
     assert generated[0].equal(generated[1])
     assert len(kernel) == 2 * 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_bigcode", "opt", "qwen3_next"])
+def test_other_attentions(model_type, kernel):
+    """Latent attention with values narrower than queries; one key head; positions in the mask; layers without attention."""
+    call = {"input_ids": tokens(2, 11), "attention_mask": padded(4, 0)}
+    models = [decoder(model_type) for _ in range(3)]  # in float32, which experts take on a CPU
+    for model in models[:2]:
+        model.set_attn_implementation(FLASH)
+    for model in models[1:]:
+        patch_model(model, SCHEMES["temperature"])
+    shown = padded(4, 0).bool()
+    unscaled, actual, expected = (model(**call).logits[shown] for model in models)
+    assert distance(actual, expected) < 1e-4
+    assert distance(unscaled, expected) > 1e-2
+
+
+@pytest.mark.slow
+def test_the_language_model_of_a_multimodal_model(kernel, tmp_path):
+    model, peer = multimodal("llava"), patch_model(multimodal("llava"), SCHEMES["temperature"])
+    model.set_attn_implementation({"text_config": FLASH})
+    patch_model(model, SCHEMES["temperature"]).save_pretrained(tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation={"text_config": FLASH})
+    expected = peer(input_ids=tokens(2, 11)).logits
+    for each in (model, loaded):
+        kernel.clear()
+        assert distance(each(input_ids=tokens(2, 11)).logits, expected) < 1e-4
+        assert kernel
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals
