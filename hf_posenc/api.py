@@ -144,6 +144,7 @@ def patch_model(
         plan, undo, changes = placed.plan, Undo(), placed.pending
         base, layers = patched_part(model), plan.base.modules.layers
         patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, stock_samples(model))
+        patch.backend = plan.backend
         changes.append(SetAttribute(base, PATCH, patch))
         for around in models_around(model):
             changes.append(SetAttribute(around, "save_pretrained", partial(_refuse_to_save, type(around), patch.name)))

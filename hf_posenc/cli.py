@@ -47,7 +47,8 @@ VERIFIED = """How to read the table.
 `response`: the relative change of a layer's output when its positions are reversed.
 `live`: the same with random parameters of the scheme. A scheme may start neutral; a broken one never responds.
 `model`: the change of the logits when positions are reversed.
-`order`: the change at the last token when two earlier tokens are swapped; the causal mask causes some of it."""
+`order`: the change at the last token when two earlier tokens are swapped; the causal mask causes some of it.
+`adds`: in how many of its layers a scheme that joins others changes the output. It may start neutral."""
 
 
 CHECKED = """Run a checkpoint on short random tokens and report what its positions do: which part of each head

@@ -36,7 +36,7 @@ class Description:
         schemes: schemes as fitted to the model; empty for a stock model.
         kept: indices of the layers that keep the base's positions in a patched model.
         attention: `auto` or an engine's name if the model attends through this package; otherwise the model's own
-            attention implementation.
+            attention implementation, or the flash attention to which this package hands changed queries.
         limit: number of positions, or None if there is no limit (or the model is stock).
         parameters: number of position parameters.
         tensors: number of tensors that hold the position parameters.
@@ -106,7 +106,7 @@ def describe(model: PreTrainedModel) -> Description:
         inside,
         patch.schemes,
         kept,
-        patch.attention if patch.attends else own_attention,
+        (patch.backend or patch.attention) if patch.attends else own_attention,
         patch.limit,
         sum(p.numel() for p in parameters),
         len(parameters),
@@ -139,7 +139,8 @@ def which_engine(
         layer: index of the layer; None means the first layer with a scheme on its scores.
 
     Returns:
-        The engine's name and the reason; or the model's own attention implementation if the scheme keeps it.
+        The engine's name and the reason; or the model's own attention implementation if the scheme keeps it, or hands
+        its queries and keys to it.
 
     Raises:
         NotPatchedError: if the model is not patched.
@@ -161,6 +162,8 @@ def which_engine(
     if not patch.attends:
         own_attention = str(language_config(model.config)._attn_implementation)
         return Choice(own_attention, f"{patch.name} keeps the model's own attention")
+    if patch.backend and not weights:
+        return Choice(patch.backend, f"{patch.name} changes queries and keys only")
     if next(model.parameters()).is_meta and not is_offloaded(model):
         raise ValueError("the model is on the meta device, where nothing computes attention: ask once it has weights")
     base = BaseModel.of(model)

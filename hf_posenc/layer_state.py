@@ -25,6 +25,7 @@ class OnAttention:
 
     Attributes:
         engine: `auto` or an engine's name.
+        backend: the flash attention of transformers that computes calls in place of an engine; empty for none.
         window: sliding window in tokens, in addition to the mask.
         kept_first: number of first tokens that stay visible behind that window, the `sinks` of a scheme. The learned
             sink logits of some bases, `Call.sinks`, are something else.
@@ -38,6 +39,7 @@ class OnAttention:
     """
 
     engine: str = "auto"
+    backend: str = ""
     window: int | None = None
     kept_first: int = 0
     heads: int | None = None

@@ -219,6 +219,10 @@ class Placement:
         """Return whether the scheme's layers must attend through the attention function of this package."""
         return self.dropped_by_stock_attention(scheme) is not None
 
+    def keeps_kernel(self, scheme: Placed) -> bool:
+        """Return whether any kernel can compute the attention, since the scheme changes queries and keys only."""
+        return False
+
     def needs_queries(self) -> bool:
         """Return whether the schemes need access to the family's queries and keys."""
         return False
@@ -481,6 +485,10 @@ class OnQueries(Placement):
         """Return the scheme's name: stock attention would drop the whole scheme."""
         return scheme.name
 
+    def keeps_kernel(self, scheme: Placed) -> bool:
+        """Return whether the scheme has no window."""
+        return scheme.window is None
+
     def answers(self, layer: int, base: Base) -> bool:
         """Return whether the change depends on the position."""
         return self.by_position
@@ -521,6 +529,10 @@ class OnTokens(OnQueries):
 
     def scales_queries(self) -> bool:
         """Return False: queries stay as they are."""
+        return False
+
+    def keeps_kernel(self, scheme: Placed) -> bool:
+        """Return False: the numbers are added to scores."""
         return False
 
     def uses_tokens(self) -> bool:

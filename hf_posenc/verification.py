@@ -22,7 +22,7 @@ from .live.obstacles import check_in_place, check_unwrapped
 from .live.patch_record import Patch, patch_of, without_adapter
 from .live.undo import Keep, SetAttribute, SetModule, Undo
 from .live.watch import LayerCall, first, recorded
-from .modules import Additions, PositionEmbedding, PositionModule, WithoutPositions
+from .modules import Additions, PositionEmbedding, PositionModule, WithoutPositions, owner_of
 from .patching.hooks import require_attention
 from .schemes.base import Scheme
 from .upstream import NAME
@@ -62,6 +62,28 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class AdditionReport:
+    """The change of one layer's output when an addition to its positions is left out, and nothing else changes.
+
+    Attributes:
+        scheme: name of the scheme that adds, such as `temperature`.
+        layer: index of the layer.
+        response: relative change, with the model's current parameters.
+        live_response: relative change with random parameters of the scheme, then also with positions further apart, as
+            in `LayerReport`.
+        acts: whether `response` is more than rounding. If not, the addition is neutral at the tokens of the probe.
+        problem: what is wrong, in words; empty if nothing is.
+    """
+
+    scheme: str
+    layer: int
+    response: float
+    live_response: float
+    acts: bool
+    problem: str
+
+
+@dataclass(frozen=True)
 class Report:
     """The findings of `verify`. A change is a relative norm: |changed - original| / |original|.
 
@@ -72,6 +94,7 @@ class Report:
         model_response: change of the logits (or last hidden states) when all positions change.
         order_response: change at the last token when two earlier tokens swap places. The causal mask alone causes one.
         problems: what is wrong, in words; empty if nothing is.
+        additions: one report for each layer of each scheme that joins the positions of its layers.
     """
 
     scheme: str
@@ -80,6 +103,7 @@ class Report:
     model_response: float
     order_response: float
     problems: tuple[str, ...]
+    additions: tuple[AdditionReport, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -111,7 +135,16 @@ class Report:
             lines.append(f"  {f'layer {layer.index}':<10} {layer.response:>10.2e} {layer.live_response:>10.2e}{mark}")
         lines.append(f"  {'model':<10} {self.model_response:>10.2e}")
         lines.append(f"  {'order':<10} {self.order_response:>10.2e}")
+        for name in dict.fromkeys(addition.scheme for addition in self.additions):
+            lines.append("  adds       " + self._line_of(name))
         return "\n".join(lines + [f"  problem: {problem}" for problem in self.problems])
+
+    def _line_of(self, scheme: str) -> str:
+        """Say in which layers an addition acts."""
+        parts = [addition for addition in self.additions if addition.scheme == scheme]
+        neutral = [str(addition.layer) for addition in parts if not addition.acts]
+        line = f"{scheme}: acts in {len(parts) - len(neutral)}/{len(parts)} layers"
+        return line + (f"; neutral in layer {', '.join(neutral)}" if 0 < len(neutral) < len(parts) else "")
 
 
 @torch.no_grad()
@@ -120,8 +153,11 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
 
     `verify` runs each layer again on the same hidden states, and changes only its positions. So a response cannot leak
     from one layer to the next. If the scheme changes attention scores, `verify` first compares attention without the
-    scheme with the model's own eager attention. It takes about six short forward passes, and up to eight more if a
-    layer ignores close positions. Parameters, mode and caches stay as they were.
+    scheme with the model's own eager attention. What a scheme adds to the positions of a layer is left out once, which
+    shows whether it acts or is neutral; a neutral start is no problem.
+
+    It takes about six short forward passes, and up to eight more if a layer ignores close positions, or an addition
+    changes nothing there. Parameters, mode and caches stay as they were.
 
     Args:
         model: a patched model, on any device, in any mode. The layers of a PEFT adapter around it take part.
@@ -153,7 +189,7 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         attends = patch.attends and base.config._attn_implementation == NAME
         errors, leftover = _self_test(base, tokens) if attends else ({}, {})
         expected, input_must_respond = _expected_responses(patch, base), _expects_response_at_input(patch, base)
-        current = _Measurement(base, tokens)
+        current = _Measurement(base, _additions(patch, base), tokens)
         trial = _measure_with_random_parameters(
             current, base, patch.limit, tokens, expected, input_must_respond, generator
         )
@@ -164,14 +200,16 @@ def verify(model: PreTrainedModel, *, length: int | None = None, seed: int = 0) 
         LayerReport(i, response, live, expected[i])
         for i, (response, live) in enumerate(zip(current.layers, trial.layers, strict=True))
     )
+    additions = _reports_of_additions(patch, current, trial, base.model.dtype)
     problems = [
         *_problems_of_attention(patch, base, errors, leftover),
         *_problems_of_layers(layers),
         *_problems_of_input(input_must_respond, current.input, trial.input),
         *_problems_of_rotation(patch, base),
-        *_problems_of_additions(patch, base),
+        *_missing_additions(patch, base),
+        *(addition.problem for addition in additions if addition.problem),
     ]
-    return Report(patch.name, layers, current.input, current.model, order_response, tuple(problems))
+    return Report(patch.name, layers, current.input, current.model, order_response, tuple(problems), additions)
 
 
 def _number_of_tokens(wanted: int | None, limit: int | None) -> int:
@@ -203,7 +241,9 @@ def _measure_with_random_parameters(
     input_must_respond: bool,
     generator: torch.Generator,
 ) -> _Measurement:
-    """Return the responses with random parameters. Move positions further apart until every expected response appears.
+    """Return the responses with random parameters. Move positions apart until every expected response appears.
+
+    An addition is expected to change something.
 
     Args:
         current: the responses with the current parameters.
@@ -216,16 +256,18 @@ def _measure_with_random_parameters(
     """
     trial = current
     owners = [module for module in base.model.modules() if isinstance(module, PositionModule)]
-    if min(current.layers) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
+    responses = [*current.layers, *current.additions.values()]
+    if min(responses) <= NOTICES and any(True for owner in owners for _ in owner.parameters()):
         with _random_parameters(owners, generator):
-            trial = _Measurement(base, tokens)
+            trial = current.again(tokens)
     for span in SPANS:
         if trial.input > NOTICES or not input_must_respond:
-            if all(response > NOTICES for response, wanted in zip(trial.layers, expected, strict=True) if wanted):
+            wanted = [response for response, wanted in zip(trial.layers, expected, strict=True) if wanted]
+            if all(response > NOTICES for response in (*wanted, *trial.additions.values())):
                 break
         step = (min(span, limit or span) - 1) // (tokens.shape[1] - 1)
         with _random_parameters(owners, generator):
-            trial = trial.maximum(_Measurement(base, tokens, step))
+            trial = trial.maximum(current.again(tokens, step))
     return trial
 
 
@@ -294,13 +336,51 @@ def _replacing(patch: Patch) -> list[Scheme]:
     return [scheme for scheme in patch.schemes if not scheme.acts_on.joins()]
 
 
-def _problems_of_additions(patch: Patch, base: BaseModel) -> Iterator[str]:
+def _missing_additions(patch: Patch, base: BaseModel) -> Iterator[str]:
     """Yield the layers that lack what a scheme adds to their positions."""
+    found = _additions(patch, base)
+    for scheme in patch.schemes:
+        for layer in base.layers_of(scheme) if scheme.acts_on.joins() else ():
+            if (scheme.name, layer) not in found:
+                yield f"layer {layer}: the module of {scheme.name} is missing"
+
+
+def _additions(patch: Patch, base: BaseModel) -> dict[tuple[str, int], nn.Module]:
+    """Return (name of a scheme, index of a layer) -> the module that adds the scheme to the layer's positions."""
+    found = {}
     for scheme in patch.schemes:
         for layer in base.layers_of(scheme) if scheme.acts_on.joins() else ():
             additions = base.modules.attention_of[layer]._modules.get("posenc_additions")
-            if additions is None or not hasattr(additions, scheme.name):
-                yield f"layer {layer}: the module of {scheme.name} is missing"
+            module = getattr(additions, scheme.name, None)  # PEFT's wrapper hands on the module that is active
+            if isinstance(module, nn.Module):
+                found[scheme.name, layer] = module
+    return found
+
+
+def _reports_of_additions(
+    patch: Patch, current: _Measurement, trial: _Measurement, dtype: torch.dtype
+) -> tuple[AdditionReport, ...]:
+    """Say what each addition does in each of its layers.
+
+    Args:
+        patch: the patch of the model.
+        current: the responses with the current parameters.
+        trial: the responses with random parameters and distant positions.
+        dtype: dtype of the model.
+    """
+    rounding = max(torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
+    acts_from = {scheme.name: scheme.acts_from for scheme in patch.schemes}
+    reports = []
+    for (name, layer), module in current.modules.items():
+        response, live = current.additions[name, layer], trial.additions[name, layer]
+        is_trained = any(True for _ in owner_of(module).parameters())
+        problem = ""
+        if (name, layer) not in current.reached:
+            problem = f"layer {layer}: the module of {name} never runs"
+        elif live <= NOTICES and is_trained and acts_from[name] < SPANS[-1]:
+            problem = f"layer {layer}: {name} changes nothing, whatever its parameters are"
+        reports.append(AdditionReport(name, layer, response, live, response > rounding, problem))
+    return tuple(reports)
 
 
 def _expected_responses(patch: Patch, base: BaseModel) -> list[bool]:
@@ -344,10 +424,18 @@ def _wrongly_rotated(scheme: Any, base: BaseModel) -> list[int]:
 
 
 class _Measurement:
-    """Responses of the model, its input and its layers to reversed positions, with the current parameters."""
+    """Responses of the model, its input and its layers to reversed positions, with the current parameters.
 
-    def __init__(self, base: BaseModel, tokens: Tensor, step: int = 1) -> None:
-        """Measure with neighbouring tokens `step` positions apart."""
+    `additions` are the responses of layers to the absence of an addition, and `reached` those additions that ran.
+    """
+
+    def __init__(
+        self, base: BaseModel, modules: dict[tuple[str, int], nn.Module], tokens: Tensor, step: int = 1
+    ) -> None:
+        """Measure with neighbouring tokens `step` positions apart; `modules` are the `_additions`."""
+        self.base, self.modules = base, modules
+        self.additions: dict[tuple[str, int], float] = {}
+        self.reached: set[tuple[str, int]] = set()
         model, layers = base.model, base.modules.layers
         forward = torch.arange(tokens.shape[1], device=tokens.device)[None] * step
         inputs, self.output = _trace(model, layers, tokens, forward)
@@ -355,17 +443,41 @@ class _Measurement:
         self.model = _change(reversed_output, self.output)
         self.input = _change(reversed_inputs[0].hidden_states, inputs[0].hidden_states)
         self.layers = []
-        for layer, call, reversed_call in zip(layers, inputs, reversed_inputs, strict=True):
+        for index, (layer, call, reversed_call) in enumerate(zip(layers, inputs, reversed_inputs, strict=True)):
             original = first(layer(call.hidden_states, *call.args, **call.kwargs))
+            for key in (key for key in modules if key[1] == index):
+                kwargs = {**call.kwargs, **_borrowed(base.family, call)}
+                with self._left_out(key):
+                    without = first(layer(call.hidden_states, *call.args, **kwargs))
+                self.additions[key] = _change(without, original)
             reversed_kwargs = {**reversed_call.kwargs, **_borrowed(base.family, call)}
             changed = first(layer(call.hidden_states, *reversed_call.args, **reversed_kwargs))
             self.layers.append(_change(changed, original))
 
+    def again(self, tokens: Tensor, step: int = 1) -> _Measurement:
+        """Return another measurement of the same model."""
+        return _Measurement(self.base, self.modules, tokens, step)
+
+    @contextmanager
+    def _left_out(self, key: tuple[str, int]) -> Iterator[None]:
+        """Let an addition return the call that it gets, and record that it ran."""
+
+        def skip(module: nn.Module, args: tuple[Any, ...], changed: object) -> Any:
+            self.reached.add(key)
+            return args[0]
+
+        hook = self.modules[key].register_forward_hook(skip)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def maximum(self, other: _Measurement) -> _Measurement:
-        """Return the larger response of two measurements, for the input and for each layer."""
+        """Return the larger response of two measurements, for the input, each layer and each addition."""
         maximum = copy.copy(self)
         maximum.input = max(self.input, other.input)
         maximum.layers = [max(pair) for pair in zip(self.layers, other.layers, strict=True)]
+        maximum.additions = {key: max(response, other.additions[key]) for key, response in self.additions.items()}
         return maximum
 
 

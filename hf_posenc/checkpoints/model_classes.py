@@ -20,7 +20,7 @@ from ..live.undo import Change, SetAttribute, SetClass, Undo
 from ..modules import PositionModule
 from ..patching.changes import place
 from ..patching.patched_layers import MARKER
-from ..patching.plan import make_plan, needs_our_attention
+from ..patching.plan import keeps_kernel, make_plan, needs_our_attention
 from ..registry import family_for
 from ..schemes.base import Scheme
 from ..upstream import NAME
@@ -111,7 +111,9 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         needs_attention = self._needs_our_attention(config)
         language = language_config(config)
         backend = language._attn_implementation_internal
-        if needs_attention and any(kind in str(backend) for kind in ("flash", "paged")):
+        # Whether this kernel fits, `make_plan` sees. It may not be loaded yet.
+        refused = ("paged",) if keeps_kernel(family_of(config), schemes) else ("paged", "flash")
+        if needs_attention and any(kind in str(backend) for kind in refused):
             raise ValueError(_reason_to_refuse(schemes, backend))
         for each_config in _with_sub_configs(config):
             # Stock constructors refuse these names.
@@ -146,7 +148,8 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
-        patch = Patch(plan.schemes, "auto", None, plan.base.modules.layers, plan.limit, plan.attends)
+        layers = plan.base.modules.layers
+        patch = Patch(plan.schemes, "auto", None, layers, plan.limit, plan.attends, backend=plan.backend)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
         changes = place(plan)
         Undo().apply(SetAttribute(base, PATCH, patch), *changes.pending)

@@ -243,16 +243,17 @@ class BaseModel:
         slides = DynamicCache(config=self.config).is_sliding
         return {*self.windows, *(layer for layer, forgets in enumerate(slides) if forgets)}
 
-    def require_our_attention(self, scheme: str) -> None:
+    def require_our_attention(self, scheme: str, *, keeps_kernel: bool = False) -> None:
         """Raise UnsupportedModelError if the model cannot use the attention function of this package.
 
         Args:
             scheme: name of the scheme that needs it, for messages.
+            keeps_kernel: whether our attention function hands its calls to the model's flash attention.
         """
         if (self.model.tp_size or 1) > 1:
             raise UnsupportedModelError(f"{scheme}: {SPLIT_HEADS}")
         backend = self.config._attn_implementation or "eager"
-        if "flash" in backend or "paged" in backend:
+        if not keeps_kernel and ("flash" in backend or "paged" in backend):
             raise UnsupportedModelError(
                 f"{scheme} changes attention scores, which {backend} cannot carry: load the model with "
                 'attn_implementation="sdpa" or "eager" first'

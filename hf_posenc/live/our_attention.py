@@ -22,10 +22,12 @@ class AttendThroughUs:
     Attributes:
         base: the patched or stock model.
         engine: engine of layers without a scheme on their scores that have a window or a replaced attention.
+        backend: the flash attention that computes the calls in place of an engine; empty for none.
     """
 
     base: BaseModel
     engine: str = "auto"
+    backend: str = ""
 
     def apply(self, undo: Undo) -> None:
         """Set the attention implementation in the configs, and give every attention a position module and its state."""
@@ -37,7 +39,7 @@ class AttendThroughUs:
                 engine = self.engine if _takes_engine(base, attention) else "auto"
                 undo.apply(
                     SetModule(attention, "posenc", WithoutPositions()),
-                    Keep(attention, on_attention, {"engine": engine}),
+                    Keep(attention, on_attention, {"engine": engine, "backend": self.backend}),
                 )
         for config in base.configs:
             undo.apply(SetAttribute(config, "_attn_implementation_internal", NAME))
@@ -51,7 +53,8 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
         attention: `auto`, or the name of an engine.
 
     Raises:
-        ValueError: if the scheme keeps the model's own attention and `attention` is not `auto`.
+        ValueError: if the scheme keeps the model's own attention, or its flash attention, and `attention` is not
+            `auto`.
     """
     patch = patch_of(model)
     assert patch is not None
@@ -61,6 +64,11 @@ def choose_engine(model: PreTrainedModel, attention: str) -> None:
         raise ValueError(
             f"{patch.name} keeps the model's own attention; attention={attention!r} can be chosen for schemes that "
             "change scores only"
+        )
+    if patch.backend:
+        raise ValueError(
+            f"{patch.backend} computes the attention of this model: load it with attn_implementation='sdpa' to choose "
+            f"attention={attention!r}"
         )
     patch.attention = attention
     base = BaseModel.of(model)

@@ -45,6 +45,7 @@ class Patch:
         started: name of a position parameter in the base model -> its `_version` when the model was patched. torch
             counts writes in `_version`, so a parameter with the same version was never trained. Empty if the model was
             loaded from a patched checkpoint.
+        backend: the flash attention of transformers that our attention function hands its calls to; empty for none.
     """
 
     schemes: tuple[Scheme, ...]
@@ -55,6 +56,7 @@ class Patch:
     attends: bool = False
     samples: dict[str, Sample] = field(default_factory=dict)
     started: dict[str, int] = field(default_factory=dict)
+    backend: str = ""
 
     @property
     def name(self) -> str:

@@ -367,7 +367,7 @@ def place(plan: Plan) -> Changes:
         base_scheme.acts_on.put(base_scheme, sites[-1])
     if plan.attends:
         decoder = plan.base.modules.decoder
-        changes.add(AttendThroughUs(plan.base, plan.attention))
+        changes.add(AttendThroughUs(plan.base, plan.attention, plan.backend))
         changes.add(AddPreHook(decoder, require_attention), AddPreHook(decoder, place_held_keys))
     if any(site.scheme.acts_on.uses_tokens() for site in sites):
         _wrap_caches(changes)

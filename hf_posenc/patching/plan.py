@@ -14,6 +14,7 @@ from ..live.undo import has_own_forward
 from ..placement import Carrier
 from ..schemes.base import Scheme
 from ..upstream.attention import check_engine
+from ..upstream.flash import is_flash
 from .check import TAKE_OFF
 from .choose_layers import choose_layers, names_of
 
@@ -36,6 +37,14 @@ class Plan:
     def attends(self) -> bool:
         """Whether all layers use the attention function of this package. They do if one layer needs it."""
         return needs_our_attention(self.base.family, self.schemes)
+
+    @property
+    def backend(self) -> str:
+        """The model's flash attention, if it can compute what the schemes make of queries and keys; empty if not."""
+        backend = self.base.config._attn_implementation
+        has_sinks = any(hasattr(attention, "sinks") for attention in self.base.modules.attentions)  # few kernels do
+        fits = self.attends and self.attention == "auto" and not has_sinks and is_flash(backend)
+        return backend if fits and keeps_kernel(self.base.family, self.schemes) else ""
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a scheme's layers."""
@@ -115,6 +124,19 @@ def needs_our_attention(family: Family, schemes: Sequence[Scheme]) -> bool:
     return family.always_replaced or any(scheme.acts_on.needs_our_attention(scheme, carrier) for scheme in schemes)
 
 
+def keeps_kernel(family: Family, schemes: Sequence[Scheme]) -> bool:
+    """Return whether any kernel can compute the attention of a model, since its schemes change queries and keys only.
+
+    Args:
+        family: the model's family.
+        schemes: the model's schemes.
+    """
+    return not family.always_replaced and all(
+        scheme.acts_on.keeps_kernel(scheme) or not scheme.acts_on.needs_our_attention(scheme, family)
+        for scheme in schemes
+    )
+
+
 def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str) -> Plan:
     """Fit schemes to a model, and check that the model can carry them. The model stays unchanged.
 
@@ -138,9 +160,10 @@ def make_plan(model: PreTrainedModel, schemes: Sequence[Scheme], attention: str)
     _check_lenders(plan)
     _check_factors(plan)
     _check_reach(plan)
-    for scheme in plan.schemes:
+    for scheme in sorted(plan.schemes, key=lambda scheme: scheme.acts_on.keeps_kernel(scheme)):
         if needs_our_attention(base.family, [scheme]):
-            base.require_our_attention(scheme.name + ("" if scheme.window is None else " with a window"))
+            name = scheme.name + ("" if scheme.window is None else " with a window")
+            base.require_our_attention(name, keeps_kernel=bool(plan.backend))
     if attention != "auto" and not plan.attends:
         raise ValueError(
             f"{names_of(chosen)} keeps the model's own attention; attention={attention!r} needs a scheme that "

@@ -18,7 +18,7 @@ from ..families.own_attention import Stock
 from ..layer_state import OnAttention, on_attention
 from ..modules import WithoutPositions
 from ..positions import DensePositions, Positions, ensure, read
-from . import NAME, POSITION_IDS
+from . import NAME, POSITION_IDS, flash
 from .masks import BIDIRECTIONAL
 from .token_numbers import NO_NUMBERS, split
 
@@ -135,7 +135,8 @@ def scheme_attention(
         if parts is None:
             raise ValueError(NO_NUMBERS.format(name=type(module).__name__))
         key, numbers = parts
-    positions = _follow(positions, position_ids if handed_down is None else handed_down, attention_mask, has_cache)
+    position_ids = position_ids if handed_down is None else handed_down
+    positions = _follow(positions, position_ids, attention_mask, has_cache)
     attention: Stock = module
     call = Call(
         query,
@@ -149,11 +150,16 @@ def scheme_attention(
         weights=_wants_weights(module, kwargs),
         sinks=sinks,
     )
+    attend: Any = partial(dispatch.attend, wanted=state.engine)
+    # Flash attention gives no weights, and knows no exchange with other processes.
+    if state.backend and state.exchange is None and not call.weights:
+        given = {"module": module, "backend": state.backend, "mask": attention_mask, "position_ids": position_ids}
+        attend = partial(flash.attend, stock=call, **given)
     if additions is not None:
         call = additions(call, numbers)
     if "posenc" not in module._modules:
         return WithoutPositions()(replace(call, weights=False), dispatch.attend)
-    return attention.posenc(call, partial(dispatch.attend, wanted=state.engine))
+    return attention.posenc(call, attend)
 
 
 def _check_arguments(

@@ -25,6 +25,7 @@ from hf_posenc.families.base import resolve
 from hf_posenc.modules import PositionModule, ScoreModule
 from hf_posenc.placement import OnRotary
 from hf_posenc.registry import family_for, scheme_class
+from hf_posenc.schemes import Forgetting, QKNorm, Temperature
 from hf_posenc.schemes.base import ScoreScheme
 from hf_posenc.schemes.rope import Rope
 
@@ -158,6 +159,45 @@ def test_a_scheme_on_scores_that_rotates_as_well(family, theta, monkeypatch):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize(
+    ("addition", "acts", "live"),
+    [
+        (Temperature(length=4), True, True),
+        (Temperature(length=8192), False, True),  # acts beyond the tokens of the probe, with other parameters or not
+        (Temperature("constant", trainable=True), False, True),
+        (Temperature("constant"), False, False),
+        (Forgetting(), True, True),
+        (QKNorm(), False, True),
+    ],
+)
+def test_an_addition_acts_or_is_neutral(addition, acts, live):
+    model = patch_model(tiny("llama"), [Rope(rope_theta=50.0), addition])
+    report = verify(model)
+    assert report.ok, str(report)
+    assert [(each.scheme, each.layer) for each in report.additions] == [(addition.name, 0), (addition.name, 1)]
+    for each in report.additions:
+        assert (each.acts, each.live_response > 1e-3) == (acts, live)
+    assert f"adds       {addition.name}: acts in {2 if acts else 0}/2 layers" in str(report)
+    assert not verify(patch_model(tiny("llama"), "rope")).additions
+
+
+def test_additions_are_reported_apart():
+    model = patch_model(tiny("llama"), [Temperature(length=4, layers=[1]), QKNorm(), Forgetting(layers=[0])])
+    found = {(each.scheme, each.layer): each.acts for each in verify(model).additions}
+    expected = {("temperature", 1): True, ("qk_norm", 0): False, ("qk_norm", 1): False, ("forgetting", 0): True}
+    assert found == expected
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        for parameter in attention.posenc_additions.qk_norm.parameters():
+            parameter.add_(0.5)
+    report = verify(model)
+    assert "qk_norm: acts in 1/2 layers; neutral in layer 0" in str(report)
+    attention.posenc_additions.temperature.forward = lambda call: call  # a module without parameters
+    report = verify(model)
+    assert report.ok
+    assert "temperature: acts in 0/1 layers" in str(report)
+
+
 # ------------------------------------------------------------------------------------------------------ what it must catch
 
 
@@ -191,6 +231,23 @@ def test_one_dead_layer_is_caught_and_named(family, scheme):
     assert not report
     assert [layer.ok for layer in report.layers] == [True, False]
     assert report.problems == ("layer 1 ignores positions",)
+
+
+@pytest.mark.parametrize("scheme", JOINING)
+def test_an_addition_with_parameters_that_changes_nothing_is_caught(scheme):
+    given = {"trainable": True} if scheme == "temperature" else {}
+    model = patch_model(tiny("llama"), ["rope", scheme_class(scheme)(**given)])
+    addition = getattr(model.model.layers[1].self_attn.posenc_additions, scheme)
+    addition.forward = lambda call: call
+    assert verify(model).problems == (f"layer 1: {scheme} changes nothing, whatever its parameters are",)
+
+
+@pytest.mark.parametrize("scheme", JOINING)
+def test_an_addition_that_never_runs_is_caught(scheme):
+    model = patch_model(tiny("llama"), ["rope", scheme])
+    additions = model.model.layers[1].self_attn.posenc_additions
+    additions.forward = lambda call, numbers=None: call
+    assert verify(model).problems == (f"layer 1: the module of {scheme} never runs",)
 
 
 @pytest.mark.parametrize("scheme", SCORES)
