@@ -1,6 +1,8 @@
-"""Measure how far the context of a causal language model reaches: perplexity, retrieval and recurrence."""
+"""Measure how far the context of a causal language model reaches, and how it writes."""
 
-from .context import ContextMeasurement, PositionLoss, measure_context, short_context_regression
+from .context import ContextMeasurement, PositionLoss, effective_length, measure_context, short_context_regression
+from .far_context import LongPerplexity, RepeatGain, long_perplexity, repeat_gain
+from .generation import GenerationMeasurement, measure_generation, repeated_ngrams
 from .harness import harness_model
 from .perplexity import Perplexity, non_overlapping_perplexity, sliding_window_perplexity
 from .recurrence import RecurrenceMeasurement, measure_recurrence
@@ -9,17 +11,25 @@ from .retrieval import Cell, associative_recall, induction_copy, needle, passkey
 __all__ = [
     "Cell",
     "ContextMeasurement",
+    "GenerationMeasurement",
+    "LongPerplexity",
     "Perplexity",
     "PositionLoss",
     "RecurrenceMeasurement",
+    "RepeatGain",
     "associative_recall",
+    "effective_length",
     "harness_model",
     "induction_copy",
+    "long_perplexity",
     "measure_context",
+    "measure_generation",
     "measure_recurrence",
     "needle",
     "non_overlapping_perplexity",
     "passkey",
+    "repeat_gain",
+    "repeated_ngrams",
     "short_context_regression",
     "sliding_window_perplexity",
 ]
