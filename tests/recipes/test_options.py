@@ -721,7 +721,7 @@ def test_every_option_of_the_harness_does_something(recipes, tiny_checkpoints, m
     harness = importlib.import_module("run")
     calls = []
 
-    def evaluate(model, tasks, bootstrap_iters):
+    def evaluate(model, tasks, bootstrap_iters, metadata):
         calls.append((*model, json.dumps(tasks, default=str)))
         return {"results": {}}
 
