@@ -20,12 +20,13 @@ import hf_posenc
 
 from ..evaluation import measure_recurrence
 from ..evaluation.recurrence import check_memory
-from . import corpus, measurements, models, program
+from . import corpus, measurements, models, program, text_measurements
 from .corpus import Document
 from .measurements import HeldOutArguments
 from .models import DeviceArguments, ModelArguments, check_vocabulary, count_weights, load_named
 from .options import Checkpoint, Count, File, UsageError, as_usage_error, parse
 from .results import Results, origin, write_json
+from .text_measurements import FarTextArguments
 
 EXAMPLES = """
   {prog} --model runs/gpt2-alibi/model --data book.txt --lengths 512 1024 2048
@@ -35,7 +36,7 @@ EXAMPLES = """
 
 
 @dataclass
-class Arguments(ModelArguments, DeviceArguments, HeldOutArguments):
+class Arguments(ModelArguments, DeviceArguments, HeldOutArguments, FarTextArguments):
     """This recipe.
 
     Args:
@@ -71,6 +72,7 @@ def run(arguments: Arguments) -> Results:
         raise UsageError("--model DIR_OR_ID is missing")
     corpus.check(arguments, needs_data=True)
     measurements.check(arguments)
+    text_measurements.check(arguments)
     models.check(arguments)
     if Path(arguments.json).is_dir():
         raise UsageError(f"--json {arguments.json} is a folder, name a file")
@@ -92,7 +94,9 @@ def run(arguments: Arguments) -> Results:
     check_vocabulary(model, documents)
     measurements.check_text(documents, arguments)
     tokens = sum(len(document.tokens) for document in documents)
-    accelerator.print(f"Measuring {tokens:,} tokens at every length, on {device}\n{TABLE_HEAD}")
+    accelerator.print(f"Measuring {tokens:,} tokens at every length, on {device}")
+    far_text = text_measurements.measure(model, documents, arguments.lengths, arguments, accelerator)
+    accelerator.print(TABLE_HEAD)
     rows = measurements.perplexities(
         model, documents, arguments, accelerator, on_row=lambda row: accelerator.print(table_row(row), flush=True)
     )
@@ -108,6 +112,7 @@ def run(arguments: Arguments) -> Results:
         },
         "measured": rows,
         "retrieval": measurements.retrieval(model, arguments, accelerator),
+        **far_text,
     }
     if accelerator.is_main_process:
         write_json(Path(arguments.json), results)

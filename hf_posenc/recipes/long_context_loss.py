@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..evaluation.far_context import truncated_contexts, truncation_stride
 from .corpus import IGNORED
 from .options import Count, Options, Positive, UsageError, refuse
 
@@ -49,10 +50,10 @@ def check(arguments: ObjectiveArguments, train_length: int, context_parallel: in
 class LongCE:
     """The cross-entropy with weights `min(P(token | whole context) / P(token | truncated context), limit)`.
 
-    Weights come from the model itself, at the same step, and have no gradient. As in the authors' code, a truncated
-    context begins every `context / 4` tokens, and serves the next tokens that have at least `context` tokens in it.
-    Tokens before them weigh 1: for them nothing is cut off. The sum is divided by the number of targets, and not by the
-    weights. A truncated context counts its positions from 0; chosen position ids are cut with it.
+    Weights come from the model itself, at the same step, and have no gradient. Truncated contexts are those of LongPPL
+    (`truncated_contexts`). Tokens before the first one that they predict weigh 1: for them nothing is cut off. The sum
+    is divided by the number of targets, and not by the weights. A truncated context counts its positions from 0; chosen
+    position ids are cut with it.
     Source: Fang et al. 2024, arXiv:2410.23771, equation of I_soft; there `context` is 4096 of 32768, and `limit` is 5.
 
     Attributes:
@@ -73,7 +74,7 @@ class LongCE:
     @property
     def stride(self) -> int:
         """Number of tokens between the beginnings of two truncated contexts."""
-        return max(1, self.context // 4)
+        return truncation_stride(self.context)
 
     @property
     def first_weighted(self) -> int:
@@ -98,9 +99,8 @@ class LongCE:
     def truncated_losses(self, wrapped: nn.Module, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
         """Return the loss of each target `(B, T)` with a truncated context; 0 before `first_weighted`."""
         losses = torch.zeros(targets.shape, device=targets.device)
-        for start in range(self.stride, targets.shape[1] - self.context, self.stride):
-            part = slice(start, start + self.context + self.stride - 1)
-            served = slice(start + self.context - 1, part.stop)
+        for start, end in truncated_contexts(targets.shape[1], self.context):
+            part, served = slice(start, end - 1), slice(start + self.context - 1, end - 1)
             logits = wrapped(**{name: each[:, part] for name, each in batch.items()}, use_cache=False).logits
             losses[:, served] = losses_by_token(logits[:, self.context - 1 :], targets[:, served])
         return losses

@@ -2,6 +2,9 @@
 
     python recipes/harness/run.py runs/gpt2-alibi/model                                  # the offline example
     python recipes/harness/run.py runs/gpt2-alibi/model --tasks lambada_openai --max-length 2048
+    python recipes/harness/run.py runs/gpt2-alibi/model --tasks niah_single_1 --max-length 4224   # of RULER
+
+A prompt that does not fit --max-length is an error.
 
 Run it in a clone, after `pip install 'lm_eval>=0.4.9,<0.5'`.
 """
@@ -47,6 +50,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         harness_model(model, tokenizer, max_length=options.max_length),
         tasks=options.tasks or [example()],
         bootstrap_iters=0,
+        metadata={"tokenizer": options.checkpoint},  # of the prompts of ruler, which have 4,096 tokens
     )
     print(json.dumps(results["results"], indent=2))
     return results

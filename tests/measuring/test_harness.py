@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import types
 
 import pytest
 import torch
@@ -101,3 +102,48 @@ def test_a_device_that_cannot_be_used_is_a_usage_error(recipes, tiny_checkpoints
         importlib.import_module("run").main([str(tiny_checkpoints / "gpt2"), "--device", device])
     assert stop.value.code == 2
     assert f"error: --device {device} cannot be used here: " in capsys.readouterr().err.splitlines()[-1]
+
+
+class Cutting:
+    """What `HFLM` does with prompts that are too long, in a few lines: it cuts them."""
+
+    max_length = 16
+
+    def __init__(self, **options):
+        self.options = options
+
+    def tok_batch_encode(self, strings, left_truncate_len=None, truncation=False):
+        tokens = torch.zeros(len(strings), max(map(len, strings)), dtype=torch.long)
+        return tokens[:, -(left_truncate_len or 0) :], None
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False):
+        return [len(prompt + answer) for _, prompt, answer in requests]
+
+
+def test_a_prompt_that_would_be_cut_is_refused(monkeypatch, model, tokenizer):
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", types.SimpleNamespace(HFLM=Cutting))
+    adapted = harness_model(model, tokenizer)
+    assert adapted.tok_batch_encode(["a" * 12, "b"], left_truncate_len=12)[0].shape == (2, 12)
+    with pytest.raises(ValueError, match=r"take 17 tokens.*max_length 16.*harness_model\(max_length=17\)"):
+        adapted.tok_batch_encode(["a" * 13, "b"], left_truncate_len=12)
+    assert adapted._loglikelihood_tokens([("", [1] * 9, [2] * 8)], disable_tqdm=True) == [17]
+    with pytest.raises(ValueError, match="take 17 tokens"):
+        adapted._loglikelihood_tokens([("", [1] * 9, [2] * 8), ("", [1] * 9, [2] * 9)])
+    cutting = harness_model(model, tokenizer, cut_prompts=True, truncation=True)
+    assert cutting.tok_batch_encode(["a" * 13, "b"], left_truncate_len=12)[0].shape == (2, 12)
+    with pytest.raises(ValueError, match="say cut_prompts=True"):
+        harness_model(model, tokenizer, truncation=True)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("kind", ["generate_until", "loglikelihood"])
+def test_the_harness_itself_would_cut_and_is_stopped(model, tokenizer, kind):
+    from lm_eval.api.instance import Instance
+
+    text = "Call me Ishmael. Some years ago, never mind how long precisely."
+    arguments = (text, {"max_gen_toks": 4}) if kind == "generate_until" else (text, " now")
+    request = Instance(kind, {}, arguments, 0)
+    with pytest.raises(ValueError, match="would cut the prompt's beginning"):
+        getattr(harness_model(model, tokenizer, max_length=16), kind)([request])
+    for options in ({"max_length": 512}, {"max_length": 16, "cut_prompts": True}):
+        assert len(getattr(harness_model(model, tokenizer, **options), kind)([request])) == 1

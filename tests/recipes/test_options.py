@@ -91,7 +91,16 @@ class Run:
             ).hexdigest()
         paths = sorted(output.rglob("results.json")) if self.recipe != "evaluate" else [output / "a.json"]
         results = [json.loads(path.read_text()) for path in paths]
-        keys = ("before", "retrieval_before", "after", "retrieval_after", "measured", "retrieval")
+        keys = (
+            "before",
+            "retrieval_before",
+            "after",
+            "retrieval_after",
+            "measured",
+            "retrieval",
+            "repeat_gain",
+            "long_perplexity",
+        )
         numbers = [
             [
                 [each.get(key) for key in keys],
@@ -111,7 +120,7 @@ class Run:
 
 CALIBRATE = {"length": 16, "windows": 12, "held_out": 2, "steps": 2}
 SEVERAL = ("step_lengths", "lengths", "find_learning_rate", "scheme_args", "schemes", "variants", "seeds", "data")
-SEVERAL += ("fit_temperature",)
+SEVERAL += ("fit_temperature", "repeat_gain")
 POSE = {"positions": "pose", "position_length": 64}
 FITTED = '["rope",{"scheme":"temperature","kind":"scalable"}]'
 EXTRA = {
@@ -408,6 +417,9 @@ ROWS = {
         "device": refused("--device toaster cannot be used here", device="toaster"),
         "revision": REVISION,
         "memory": numbers(memory=8),
+        "repeat_gain": numbers({"eval_tokens": 700}, repeat_gain="64 80"),
+        "judge": numbers(judge=lambda run: run.folder / "llama"),
+        "judge_length": refused("--judge-length has no effect without --judge", judge_length=16),
         "json": output,
     },
     "calibrate": {
@@ -709,7 +721,7 @@ def test_every_option_of_the_harness_does_something(recipes, tiny_checkpoints, m
     harness = importlib.import_module("run")
     calls = []
 
-    def evaluate(model, tasks, bootstrap_iters):
+    def evaluate(model, tasks, bootstrap_iters, metadata):
         calls.append((*model, json.dumps(tasks, default=str)))
         return {"results": {}}
 
