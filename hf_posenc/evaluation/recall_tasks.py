@@ -171,7 +171,8 @@ def induction(tokens: TaskTokens, count: int, items: int, length: int, draw: tor
         while 2 * sum(map(len, words)) > length - 1:
             words.pop()
         passage = [token for word in words for token in word]
-        room, between = length - 1 - 2 * len(passage), []
+        room = length - 1 - 2 * len(passage)
+        between: list[int] = []
         while len(between) < room:
             other = dice.randrange(len(tokens.words))
             between += tokens.words[other] if other not in drawn else ()
