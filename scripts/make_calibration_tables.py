@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/calibrate_measured.md from docs/measured: calibration_*.json, which measure_calibration.py
-makes, check_*.json, which check_calibration.py makes, mixtures_*.json, which measure_mixtures.py makes, and
-recall_*.json, which measure_recall.py makes.
+makes, check_*.json, which check_calibration.py makes, and mixtures_*.json, which measure_mixtures.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -24,10 +23,7 @@ PAGE = ROOT / "docs/calibrate_measured.md"
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
 CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
-MIXED = ("stories260K",)
-RECALLED = ("rotating", "table")
-CONDITIONS = ("1x", "distance 2x", "distance 8x", "distance 16x", "items 4x")
-"""Columns of the tables of recall."""
+MIXED = ("stories260K", "embedded")
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
 
 
@@ -127,29 +123,6 @@ def mixtures(name: str) -> str:
     return "\n".join(lines)
 
 
-def recall(kind: str) -> str:
-    """The table of recall on one base: medians over the seeds of the share of right answers, in percent."""
-    measured = json.loads((ROOT / f"docs/measured/recall_{kind}.json").read_text(encoding="utf-8"))
-    head = ["", "seeds", "solved", *(f"{name}, {when}" for name in CONDITIONS for when in ("before", "after"))]
-    head += ["text loss before", "text loss after"]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name, states in measured["summary"].items():
-        last = states.get("after", states["before"])
-        both = [states["before"], states.get("after", {})]
-        variant, _, start = name.rpartition(", ")
-        cells = ["the base" if variant == "base" else f"`{variant}`, {start}", str(last["seeds"])]
-        cells.append(f"{last['solved']:.0%}")
-        cells += [percent(state.get(condition)) for condition in CONDITIONS for state in both]
-        cells += [cell([state["text_loss"]] if state else []) for state in both]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def percent(share: float | None) -> str:
-    """A share in percent, or nothing where nothing was measured."""
-    return "" if share is None else f"{100 * share:.0f}"
-
-
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,7 +130,6 @@ def main() -> int:
     check, current = parser.parse_args().check, True
     parts = {"checked": checked()} | {name: table(name) for name in BASES}
     parts |= {f"mixtures {name}": mixtures(name) for name in MIXED}
-    parts |= {f"recall {kind}": recall(kind) for kind in RECALLED}
     for name, part in parts.items():
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
         current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", part, check=check)

@@ -127,7 +127,7 @@ def test_a_summary_is_the_median_over_seeds(scripts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rotating", "table"])
+@pytest.mark.parametrize("kind", sorted(path.parent.name for path in SCRIPTS.glob("recall_bases/*/config.json")))
 def test_committed_bases_recall(monkeypatch, kind):
     monkeypatch.syspath_prepend(SCRIPTS)
     specification = importlib.util.spec_from_file_location("make_recall_bases", SCRIPTS / "make_recall_bases.py")
