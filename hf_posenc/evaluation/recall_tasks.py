@@ -190,7 +190,7 @@ TASKS: dict[str, Examples] = {
     "string_copy": string_copy,
     "induction": induction,
 }
-"""Name -> the function that writes examples."""
+"""Name of a task -> the function that writes its examples."""
 
 
 def _shortest(task: str, tokens: TaskTokens, items: int) -> int:

@@ -18,19 +18,19 @@ class FarTextArguments(Options):
 
     Args:
         repeat_gain: distances in tokens, at least 64, at which passages of the text are repeated.
-        judge: checkpoint that chooses the key tokens of LongPPL: the unpatched base of --model, or --model.
+        long_perplexity: checkpoint that judges which tokens LongPPL counts: the unpatched base of --model, or --model.
         judge_length: tokens in a window of the judge, its trained length (default: the shortest of --lengths).
     """
 
     repeat_gain: list[int] = field(default_factory=list)
-    judge: Checkpoint | None = None
+    long_perplexity: Checkpoint | None = None
     judge_length: Count | None = None
 
 
 def check(arguments: FarTextArguments) -> None:
     """Raise UsageError for an option that has no effect."""
-    if arguments.judge is None:
-        refuse(arguments, "judge_length", "has no effect without --judge")
+    if arguments.long_perplexity is None:
+        refuse(arguments, "judge_length", "has no effect without --long-perplexity")
 
 
 def measure(
@@ -40,7 +40,7 @@ def measure(
     arguments: FarTextArguments,
     accelerator: Accelerator,
 ) -> Results:
-    """Return what --repeat-gain and --judge ask for, and print a line for each distance and length.
+    """Return what --repeat-gain and --long-perplexity ask for, and print a line for each distance and length.
 
     Args:
         model: model to measure, on its device.
@@ -62,11 +62,12 @@ def measure(
                 f"{gain.gain_in_place:.3f} +- {gain.gain_in_place_error:.3f}"
             )
         results["repeat_gain"] = [gain.to_dict() for gain in gains]
-    if arguments.judge is not None:
-        judge = load(AutoModelForCausalLM, arguments.judge, "judge", dtype=model.dtype).to(model.device)
+    if arguments.long_perplexity is not None:
+        judge = load(AutoModelForCausalLM, arguments.long_perplexity, "long_perplexity", dtype=model.dtype)
+        judge.to(model.device)
         length = arguments.judge_length or lengths[0]
         possible = [each for each in lengths if each >= length and (limit is None or each <= limit)]
-        with as_usage_error("--judge: ", ValueError):
+        with as_usage_error("--long-perplexity: ", ValueError):
             rows = long_perplexity(model, judge, tokens, judge_length=length, lengths=possible, **shared)
         for row in rows:
             number = "-" if row.perplexity is None else f"{row.perplexity:.3f}"

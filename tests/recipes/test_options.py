@@ -418,8 +418,8 @@ ROWS = {
         "revision": REVISION,
         "memory": numbers(memory=8),
         "repeat_gain": numbers({"eval_tokens": 700}, repeat_gain="64 80"),
-        "judge": numbers(judge=lambda run: run.folder / "llama"),
-        "judge_length": refused("--judge-length has no effect without --judge", judge_length=16),
+        "long_perplexity": numbers(long_perplexity=lambda run: run.folder / "llama"),
+        "judge_length": refused("--judge-length has no effect without --long-perplexity", judge_length=16),
         "json": output,
     },
     "calibrate": {
