@@ -10,7 +10,7 @@ Notation: `H` query heads, `D` head size, `d >= 0` distance, `m` largest distanc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -92,6 +92,10 @@ class Form:
         """
         curve = self.curve(int(distances.max()) + 1)
         return None if curve is None else curve.index_select(1, distances)[..., None]
+
+    def with_table(self, count: int) -> Form:
+        """Return the form with the vectors of the distances 0, 1, ... up to `count` computed, if it computes any."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -278,6 +282,11 @@ class RelativeKeys(Form):
         """Return `r_d`, with `v . r_d` appended, see `Form.coefficients`."""
         vectors = self.at(distances)
         return torch.cat([vectors, vectors @ self.position_bias[..., None]], -1)
+
+    def with_table(self, count: int) -> RelativeKeys:
+        """Return the form with `r` of the first distances computed, see `Form.with_table`."""
+        table = self.table(count)
+        return replace(self, table=lambda wanted: table[:, :wanted])
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""

@@ -185,9 +185,10 @@ class _Run:
         """Apply the closed forms. Take them back if the judge is `loss` and the plain swap predicts better."""
         pair, losses = self.pair, {"base": self.pair.loss_of_base(), "swapped": self.pair.loss()}
         pair.add_mean_position()
+        as_it_was = None if pair.has_changed() else losses["swapped"]
         reads = 2 * (len(pair.train[: self.windows]) + len(pair.held))
         with tqdm(total=reads, desc="closed forms", unit="window", disable=not self.progress, leave=False) as pair.bar:
-            first = try_closed_forms(pair, self.windows, self.judge)
+            first = try_closed_forms(pair, self.windows, self.judge, as_it_was)
             if not math.isfinite(losses["base"]):
                 raise ValueError(
                     "the base's loss on the held-out windows is not finite: look for weights that are not finite"

@@ -33,7 +33,7 @@ NOISE = 0.01
 """A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
 
 
-def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
+def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | None = None) -> FirstStage:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
     If the judge is `loss` and one form for all heads predicts better, all heads keep that form.
@@ -42,6 +42,7 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
         pair: a model and its base.
         windows: largest number of windows that the forms average over.
         judge: `loss` or `attention`, as in `calibrate`.
+        as_it_was: held-out loss with the present parameters; None if it is not known.
 
     Returns:
         The results. Of the held-out losses only `closed_form` is set.
@@ -53,7 +54,7 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
         pair.bar.total -= len(pair.train[:windows])
     if pair.bar.total and _are_shared(modules):
         pair.bar.total += len(pair.held)
-    as_it_was = {index: _current_coefficients(pair, index, averages[index]) for index in modules}
+    unfitted = {index: _current_coefficients(pair, index, averages[index]) for index in modules}
     candidates, targets = _make_candidates(pair, modules, rotations, averages, windows)
     divergences = pair.divergences(candidates)
     names = [name for name in CANDIDATES if name in divergences]
@@ -65,7 +66,7 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
         mixed_targets = {}
         for index in modules:
             by_name = {name: by_layer[index] for name, by_layer in targets.items()}
-            mixed_targets[index] = _target_by_head(chosen[index], by_name, as_it_was[index])
+            mixed_targets[index] = _target_by_head(chosen[index], by_name, unfitted[index])
         _fit_all(pair, modules, mixed_targets)
     after, loss = pair.divergence(), pair.loss()
     result = FirstStage(
@@ -80,8 +81,12 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
         if _mean_divergence(after) <= _mean_divergence(result.before):
             return result
         uniform = "as it was"  # heads that share parameters cannot all have their best form
+        losses = {}
     else:
-        losses = {name: pair.loss(values) for name, values in candidates.items()}
+        losses = {} if as_it_was is None else {"as it was": as_it_was}
+        for name, values in candidates.items():
+            if name not in losses:
+                losses[name] = pair.loss(values, limit=loss - NOISE)
         uniform = min(losses, key=losses.__getitem__)
         if loss <= losses[uniform] + NOISE:
             return result
@@ -90,7 +95,7 @@ def try_closed_forms(pair: Pair, windows: int, judge: str) -> FirstStage:
         result,
         closed=divergences[uniform],
         chosen={index: (uniform,) * len(names) for index, names in chosen.items()},
-        losses={"closed_form": pair.loss()},
+        losses={"closed_form": losses[uniform] if uniform in losses else pair.loss()},
         put_back={"heads": loss},
     )
 

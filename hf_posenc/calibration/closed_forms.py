@@ -116,23 +116,24 @@ class DistanceSums:
                 return sums.scatter_add_(-1, at[:, heads], values.masked_fill(~visible[:, heads], 0.0))
 
             def total(values: Tensor, by_distance: Callable[[Tensor], Tensor] = by_distance) -> Tensor:
-                return by_distance(values).sum((0, 2), dtype=torch.float64)
+                return by_distance(values).sum(2).sum(0, dtype=torch.float64)
 
             base_scores, products = theirs.scores, ours.scores
-            difference = by_distance(base_scores - products)
             self.pairs += total(torch.ones_like(base_scores[:, :1]))[0]
-            self.difference += difference.sum((0, 2), dtype=torch.float64)
             if mass:
-                self.mass += total(theirs.log_weights()[..., : shape[-1]].exp())
+                self.mass += total(theirs.weights[..., : shape[-1]])
             if scheme.form is not None and scheme.form.multiplies:
                 content = scheme.form.content(products)
                 self.product += total(base_scores * content)
                 self.square += total(content * content)
+            difference = by_distance(base_scores - products)
+            self.difference += difference.sum(2).sum(0, dtype=torch.float64)
             if self.by_query is not None and self.moment is not None:
-                query = scheme.scaling * scheme.query[:, :, part].double()
+                query = (scheme.scaling * scheme.query[:, :, part]).to(difference.dtype)
                 query = F.pad(query, (0, 1), value=scheme.ratio * scheme.scaling)
-                self.by_query += torch.einsum("bhrt,bhrd->htd", difference.double(), query)
-                self.moment += torch.einsum("bhr,bhrd,bhre->hde", visible.double().sum(-1), query, query)
+                seen = visible.sum(-1)[..., None] * query
+                self.by_query += (difference.mT @ query).sum(0, dtype=torch.float64)
+                self.moment += (seen.mT @ query).sum(0, dtype=torch.float64)
 
     @property
     def mean_difference(self) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..attention_call import Call
 from ..did_you_mean import did_you_mean
 from ..modules import PositionModule
-from .observe import attending, outputs_of, summed
+from .observe import attending, outputs_of, summed, with_table
 from .pair import Pair, mean_kl, parameters_of
 from .state import StateFile
 
@@ -27,6 +27,7 @@ WEIGHTS = ("scheme", "query_key", "adapter")
 
 def output_error(base: Call, ours: Call) -> Tensor:
     """Return the mean squared error of the heads' outputs, relative to the mean square of the base's values."""
+    ours = with_table(ours)
     total = summed(base, lambda part: (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum())
     return total / (base.query[..., 0].numel() * base.value.float().square().mean())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from ..patching.changes import place
 from ..patching.plan import Plan
 from ..positions import Positions
 
-SCORES_AT_ONCE = 2**21
+SCORES_AT_ONCE = 2**20
 """Largest number of scores that are computed at once, counted over batch and heads."""
 
 
@@ -51,6 +52,7 @@ class Rows:
     distance: Tensor
     sinks: Tensor | None
 
+    @cached_property
     def log_weights(self) -> Tensor:
         """Return the logarithms of the attention weights, (B, H, R, L), or (B, H, R, L + 1) with sinks."""
         scores = self.scores
@@ -58,6 +60,11 @@ class Rows:
             sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sinks], -1)
         return scores.log_softmax(-1)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """Return the attention weights, of the shape of `log_weights`."""
+        return self.log_weights.exp()
 
     def confined(self, visible: Tensor) -> Rows:
         """Return the same rows with more keys masked. With a scheme's window it gives the base's attention within it.
@@ -93,6 +100,11 @@ def summed(call: Call, quantity: Callable[[slice], Tensor]) -> Tensor:
     return total
 
 
+def with_table(call: Call) -> Call:
+    """Return a call whose form has its table computed, once for all parts of the queries."""
+    return call if call.form is None else replace(call, form=call.form.with_table(call.key.shape[2]))
+
+
 def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
     """Return the scores of some queries.
 
@@ -115,16 +127,27 @@ def outputs_of(call: Call, part: slice) -> Tensor:
         part: slice of the queries.
     """
     rows, wide = rows_of(call, part), _queries(call, part)
-    weights = rows.log_weights().exp()[..., : rows.scores.shape[-1]]  # sinks have weights but no values
+    weights = rows.weights[..., : rows.scores.shape[-1]]  # sinks have weights but no values
     return wide.formula.mix(replace(wide, value=wide.value.to(weights.dtype)), weights)
 
 
 def _queries(call: Call, part: slice) -> Call:
-    """Return the call for some queries, in at least float32, see `Call.widened`."""
+    """Return the call for some queries and the keys up to the last of them, in at least float32, see `Call.widened`."""
     positions = call.positions
     assert isinstance(positions, Positions)
-    sub = replace(call, query=call.query[:, :, part], positions=positions.cut(part, slice(0, call.key.shape[2])))
-    return sub.widened()
+    keys = slice(0, part.stop)  # queries and keys are the same tokens, and later keys are invisible
+    by_key = (None if each is None else each[..., keys] for each in (call.numbers, call.log_gates, call.key_bias))
+    numbers, log_gates, key_bias = by_key
+    return replace(
+        call,
+        query=call.query[:, :, part],
+        key=call.key[:, :, keys],
+        value=call.value[:, :, keys],
+        positions=positions.cut(part, keys),
+        numbers=numbers,
+        log_gates=log_gates,
+        key_bias=key_bias,
+    ).widened()
 
 
 class _StopForward(BaseException):

@@ -24,7 +24,7 @@ from ..live.watch import LayerCall, entering
 from ..modules import ScoreModule, owner_of
 from ..patching.changes import NoEmbedding
 from .closed_forms import DistanceSums, coefficients, takes_queries
-from .observe import Observed, Rows, attending, attention_call, observe, parts, rows_of, summed
+from .observe import Observed, Rows, attending, attention_call, observe, parts, rows_of, summed, with_table
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
 """Pairs of a parameter and a value for it."""
@@ -263,13 +263,17 @@ class Pair:
         return attention_call(modules.layers[index], modules.attention_of[index], hidden, arguments)
 
     @torch.no_grad()
-    def loss(self, values: Values = ()) -> float:
+    def loss(self, values: Values = (), *, limit: float = math.inf) -> float:
         """Return the mean next-token loss on the held-out windows, in nats, with some parameters replaced.
 
         All processes get the loss of the first process, so that they decide alike. NaN becomes infinity.
+
+        Args:
+            values: the values of the replaced parameters.
+            limit: a loss that is surely above the limit becomes infinity, without a reading of the remaining windows.
         """
         with _with_values(values):
-            return self._loss(self.model)
+            return self._loss(self.model, limit)
 
     @torch.no_grad()
     def loss_of_base(self) -> float:
@@ -277,9 +281,12 @@ class Pair:
         with self.as_base() as base:
             return self._loss(base)
 
-    def _loss(self, model: PreTrainedModel) -> float:
+    def _loss(self, model: PreTrainedModel, limit: float = math.inf) -> float:
         total = 0.0
         for window in self.held:
+            if total > limit * len(self.held):
+                total = math.inf
+                break
             logits = model(window[None], use_cache=False).logits[0, :-1].float()
             total += F.cross_entropy(logits, window[1:]).item()
         mean = [total / len(self.held)]
@@ -319,7 +326,7 @@ class Pair:
                     measured = {name: values for name, values in candidates.items() if index in layers[name]}
                     for name, values in measured.items():
                         with _with_values(values):
-                            ours[name] = self.call(index, hidden, arguments)
+                            ours[name] = with_table(self.call(index, hidden, arguments))
                     for part in parts(base):
                         rows = rows_of(base, part)
                         for name, values in measured.items():
@@ -451,12 +458,13 @@ def kl_of_rows(theirs: Rows, ours: Call, part: slice) -> Tensor:
         part: slice of the queries that the rows belong to.
     """
     our_rows = rows_of(ours, part)
-    base_logs, our_logs = theirs.confined(our_rows.visible).log_weights(), our_rows.log_weights()
-    weights = base_logs.exp()
-    return torch.where(weights == 0, 0.0, weights * (base_logs - our_logs)).sum(-1)  # NaN stays NaN
+    confined = theirs.confined(our_rows.visible)
+    weights = confined.weights
+    return torch.where(weights == 0, 0.0, weights * (confined.log_weights - our_rows.log_weights)).sum(-1)  # NaN stays
 
 
 def mean_kl(base: Call, ours: Call) -> Tensor:
     """Return the mean KL divergence over rows, queries and heads."""
+    ours = with_table(ours)
     total = summed(base, lambda part: kl_of_rows(rows_of(base, part), ours, part).sum())
     return total / base.query[..., 0].numel()

@@ -231,7 +231,7 @@ def names_an_architecture(source, module):
 
 
 def keeps_state(source, module):
-    """Names of a module that its functions change, or that remember calls, in words."""
+    """Names of a module that its functions change, or that remember calls, in words. A `cached_property` ends with its object."""
     tree = parse(source)
     own = {
         target.id
@@ -249,7 +249,8 @@ def keeps_state(source, module):
                 found |= {node.value.id} & own if isinstance(node.value, ast.Name) else set()
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
                 found |= {node.func.value.id} & own if isinstance(node.func.value, ast.Name) else set()
-        if isinstance(function, ast.FunctionDef) and any("cache" in ast.unparse(d) for d in function.decorator_list):
+        decorators = [ast.unparse(each) for each in getattr(function, "decorator_list", ())]
+        if any("cache" in each and "cached_property" not in each for each in decorators):
             found.add(function.name)
     return [f"{module} keeps state in {name}" for name in sorted(found) if (module, name) not in REGISTRIES]
 
