@@ -16,6 +16,7 @@ tokens, with the first seed. Results are written after each run; an interrupted 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from pathlib import Path
@@ -145,9 +146,9 @@ def held_out_losses(model: PreTrainedModel, tokens: TaskTokens, text: Tensor) ->
 
 def best_rate(options: argparse.Namespace, name: str, start: str, material, held: Tensor) -> dict[str, Any]:
     """Return the rate with the lowest held-out loss after a quarter of the tokens, and the losses of all rates."""
-    losses = {}
+    losses, (begin, _) = {}, swapped(options.kind, name, start, options.seeds[0], material, options.scratch_steps)
     for rate in RATES:
-        model, _ = swapped(options.kind, name, start, options.seeds[0], material, options.scratch_steps)
+        model = copy.deepcopy(begin)
         fine_tune(model, material, options.tokens // 4, rate, options.seeds[0])
         losses[rate] = held_out_losses(model, material[1], held)[0]
     return {"rate": min(losses, key=losses.__getitem__), "losses": {str(rate): losses[rate] for rate in RATES}}
@@ -204,7 +205,7 @@ def main() -> int:
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "calibrated"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--tokens", type=int, default=250_000, help="of fine-tuning")
-    parser.add_argument("--examples", type=int, default=64, help="of each task at the trained length; fewer beyond it")
+    parser.add_argument("--examples", type=int, default=32, help="of each task at the trained length; fewer beyond it")
     parser.add_argument("--scratch-steps", type=int, default=4500)
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
