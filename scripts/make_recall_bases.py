@@ -4,7 +4,7 @@
 python scripts/make_recall_bases.py rotating        a LLaMA of two layers, into scripts/recall_bases/rotating
 python scripts/make_recall_bases.py table           a GPT-2 of two layers with a table of 128 positions
 
-Each takes about twenty minutes on one core. They read bytes of the Python standard library of this machine, and the
+They take about thirty and twenty minutes on one core. They read bytes of the Python standard library of this machine, and the
 tasks of `hf_posenc.evaluation.TASKS`. A base passes if it gives at least 95 % of the right answers of each task at its
 trained length (`GATE`); a base that does not pass is written nowhere, and the command ends with status 1.
 
@@ -47,14 +47,18 @@ ITEMS = {
 }
 """Items of each task at the trained length. Training draws from 2 up to twice as many, if they fit."""
 GATE = 0.95
-STAGES = ((0.2, 32), (0.3, 64), (0.5, 128))
-"""Shares of the steps, and the length of their windows."""
+STAGES = ((900, 32), (1350, 64))
+"""Steps, and the length of their windows. All later windows have 128 tokens."""
+STEPS = {"rotating": 6500, "table": 4500}
+WARM_STEPS = 225
+FIRST_STEPS = 1350
+"""Steps with `FIRST_SHARES`."""
 ROWS = 32
 """Windows of 128 tokens in a step, or as many tokens in shorter ones."""
 TEXT = 0.25
 """Share of the rows that are text. A row of text has 127 scored tokens, a row of a task 2 to 64."""
 FIRST_SHARES = {"string_copy": 4.0}
-"""Weights of the tasks in the first third of training: copies of strings have most answers, and start the circuits."""
+"""Weights of the tasks in the first steps: copies of strings have most answers, and start the circuits."""
 LATER_SHARES = {"multi_query_recall": 1.5, "noisy_recall": 1.5, "selective_copy": 3.0, "induction": 1.5}
 """Weights afterwards. A task that is not named has 1."""
 MATRIX_RATE, RATE = 0.02, 3e-3
@@ -176,15 +180,15 @@ def train(model: PreTrainedModel, tokens: TaskTokens, text: Tensor, *, steps: in
         Orthogonalized(matrices, lr=MATRIX_RATE, weight_decay=0.01),
         torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.01),
     ]
-    warm, decay = max(1, steps // 20), 0.4 * steps
+    decay = 0.4 * steps
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda step: min((step + 1) / warm, 1.0, (steps - step) / decay))
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: min((step + 1) / WARM_STEPS, 1.0, (steps - step) / decay))
         for each in optimizers
     ]
     draw, began = torch.Generator().manual_seed(seed), time.perf_counter()
     for step in range(steps):
-        length, rows = length_at(step / steps)
-        shares = shares_of(FIRST_SHARES if step < 0.3 * steps else LATER_SHARES)
+        length = length_at(step)
+        rows, shares = ROWS * LENGTH // length, shares_of(FIRST_SHARES if step < FIRST_STEPS else LATER_SHARES)
         model.train()
         recall_loss(model, *draw_rows(text, tokens, length, rows, shares, draw)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -205,11 +209,10 @@ def shares_of(weights: dict[str, float]) -> dict[str, float]:
     return {task: weights.get(task, 1.0) / total for task in ITEMS}
 
 
-def length_at(share: float) -> tuple[int, int]:
-    """Return the length of the windows after a share of the steps, and their number."""
-    ends = itertools.accumulate(part for part, _ in STAGES)
-    length = next((length for end, (_, length) in zip(ends, STAGES, strict=True) if share < end), LENGTH)
-    return length, ROWS * LENGTH // length
+def length_at(step: int) -> int:
+    """Return the length of the windows in a step."""
+    ends = itertools.accumulate(steps for steps, _ in STAGES)
+    return next((length for end, (_, length) in zip(ends, STAGES, strict=True) if step < end), LENGTH)
 
 
 def recall_loss(model: PreTrainedModel, rows: Tensor, scored: Tensor) -> Tensor:
@@ -233,9 +236,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, help="default: 6500 for the rotating base, 4500 for the other one")
     parser.add_argument("--out", type=Path, help="folder (default: scripts/recall_bases/KIND)")
     options = parser.parse_args()
+    steps = options.steps or STEPS[options.kind]
     text = library_tokens()
     if not WORDS.exists():
         WORDS.parent.mkdir(exist_ok=True)
@@ -244,9 +248,9 @@ def main() -> int:
     torch.manual_seed(options.seed)
     model = untrained(options.kind, len(tokens))
     began = time.process_time()
-    train(model, tokens, text, steps=options.steps, seed=options.seed)
+    train(model, tokens, text, steps=steps, seed=options.seed)
     found = accuracies(model, tokens, examples=256, seed=1)
-    report = {"seed": options.seed, "steps": options.steps, "cpu_seconds": round(time.process_time() - began)}
+    report = {"seed": options.seed, "steps": steps, "cpu_seconds": round(time.process_time() - began)}
     report |= {"torch": torch.__version__, "python": sys.version.split()[0], "accuracy": found}
     print(json.dumps(report, indent=1))
     if min(found.values()) < GATE:

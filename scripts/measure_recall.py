@@ -206,9 +206,10 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--tokens", type=int, default=250_000, help="of fine-tuning")
     parser.add_argument("--examples", type=int, default=32, help="of each task at the trained length; fewer beyond it")
-    parser.add_argument("--scratch-steps", type=int, default=4500)
+    parser.add_argument("--scratch-steps", type=int, help="default: as many as the base was trained with")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
+    options.scratch_steps = options.scratch_steps or bases.STEPS[options.kind]
     torch.set_num_threads(1)
     known = {"base": ""} | VARIANTS[options.kind]
     if unknown := set(options.variants or ()) - set(known):

@@ -49,7 +49,7 @@ def run(monkeypatch, module, *arguments):
 @pytest.mark.parametrize("kind", ["rotating", "table"])
 def test_a_base_is_written_if_it_passes(scripts, monkeypatch, tmp_path, kind):
     bases, _ = scripts
-    monkeypatch.setattr(bases, "STAGES", ((1.0, 32),))
+    monkeypatch.setattr(bases, "STAGES", ((9, 32),))
     assert run(monkeypatch, bases, kind, "--steps", 3) == 0
     made = json.loads((tmp_path / kind / "made.json").read_text())
     assert made["accuracy"].keys() == TASKS.keys()
