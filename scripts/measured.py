@@ -138,7 +138,7 @@ def read(kind: str, name: str, results: Mapping[str, Any]) -> Measurement:
         "multiples": sorted({int(n) for row in results["rows"].values() for n in row}),
         **results.get("fine_tuning", {}),
     }
-    trained = results["trained"] if kind == "far_rope" else settings.get("lengths", [settings.get("length", RECALL_LENGTH)])[0]
+    trained = trained_length(kind, results)
     runs = {}
     for key, run in runs_in(kind, results).items():
         variant, _, seed = key.rpartition(", seed ")
@@ -150,6 +150,15 @@ def read(kind: str, name: str, results: Mapping[str, Any]) -> Measurement:
         method, start, _ = _recall(variant, {"before": {"text_loss": None}}, results, trained)
         recall[method, start] = states.get("after", states["before"])
     return Measurement(kind, (name,), BASES.get((kind, base), base), trained, settings, runs, recall)
+
+
+def trained_length(kind: str, results: Mapping[str, Any]) -> int:
+    """Return the trained length of a file's base; a calibration measures it first, whatever it fine-tunes at."""
+    if kind == "calibration":
+        return results["settings"]["lengths"][0]
+    if kind == "mixtures":
+        return results["settings"]["length"]
+    return results["trained"] if kind == "far_rope" else RECALL_LENGTH
 
 
 def _calibration(variant: str, run: Mapping[str, Any], results: Any, trained: int) -> tuple[str, str, dict[str, Any]]:
