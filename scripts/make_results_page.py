@@ -206,7 +206,12 @@ def _calibration(settings, method, start, run, seeds) -> list[str]:
     rate = {"plain_rate" if start == "plain" else "rate": run["rate"]} if "rate" in run else {}
     only_measured = {} if run.get("after") and start != CONTROL else {"untrained": chosen}
     chosen_runs = {"schemes": name, "starts": chosen, **only_measured, "seeds": seeds}
-    return options(chosen_runs) + options(settings | rate, ("checkpoint", "text"))
+    return options(chosen_runs) + options(settings | rate | {"judge": judge(settings)}, ("checkpoint", "text"))
+
+
+def judge(settings: Mapping[str, Any]) -> str:
+    """Return what decided what a calibration kept; files that do not say are older than the option."""
+    return settings.get("judge", "attention")
 
 
 def _mixtures(settings, method, start, run, seeds) -> list[str]:
@@ -249,6 +254,7 @@ def group(measured: Measurement) -> dict[str, Any]:
         "held_out": settings.get("held_out_tokens"),
         "tokens": max(tokens) if isinstance(tokens, list) else tokens,
         "calibrate_length": settings.get("calibrate_length"),
+        "judge": judge(settings) if measured.kind == "calibration" else None,
         "rows": rows,
         "curves": results_curves.curves(measured, STARTS),
     }
