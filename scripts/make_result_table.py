@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
 from measure_calibration import SCHEMES as OPTIONS
-from plot_schemes import CALIBRATION, YARN, loss_by_length
+from measured import CONTROL, SWAPS, loss_by_length, measurement
 
 from hf_posenc.recipes.run_report import as_text
 
@@ -30,21 +30,21 @@ RUN = ("<!-- quickstart: written by scripts/make_result_table.py -->", "<!-- end
 
 def table() -> str:
     """Perplexity of the base, and of each swap after all of its fine-tuning: exp of the mean loss of the seeds."""
-    measured, yarn = (json.loads(path.read_text(encoding="utf-8")) for path in (CALIBRATION, YARN))
-    lengths = measured["settings"]["lengths"]
-    shown = {"the base, untouched": ("control", False), "the base, fine-tuned": ("control", True)}
+    measured = measurement(SWAPS)
+    base = ("base", CONTROL)
+    shown = {"the base, untouched": (base, False), "the base, fine-tuned": (base, True)}
     factor = OPTIONS["yarn"][1]["scaling"]["factor"]
-    shown[f"`rope` with YaRN, factor {factor:g}, fine-tuned"] = ("yarn, plain", True)
+    shown[f"`rope` with YaRN, factor {factor:g}, fine-tuned"] = (("yarn", "plain"), True)
     for scheme in SCHEMES:
         options = "".join(f", `{name}={value}`" for name, value in OPTIONS[scheme][1].items())
-        shown[f"`{scheme}`{options}, plain swap, fine-tuned"] = (f"{scheme}, plain", True)
-        shown[f"`{scheme}`{options}, calibrated, fine-tuned"] = (f"{scheme}, attention", True)
-    rows = ["| perplexity at | seeds | " + " | ".join(f"{length:,}" for length in lengths) + " |"]
-    rows.append("|---" * (2 + len(lengths)) + "|")
+        shown[f"`{scheme}`{options}, plain swap, fine-tuned"] = ((scheme, "plain"), True)
+        shown[f"`{scheme}`{options}, calibrated, fine-tuned"] = ((scheme, "attention"), True)
+    rows = ["| perplexity at | seeds | " + " | ".join(f"{length:,}" for length in measured.lengths) + " |"]
+    rows.append("|---" * (2 + len(measured.lengths)) + "|")
     for label, (name, tuned) in shown.items():
-        found = loss_by_length(measured["runs"] | yarn["runs"], name, tuned=tuned)
-        cells = [f"{math.exp(statistics.fmean(found[length])):.2f}" for length in lengths]
-        rows.append(" | ".join([f"| {label}", str(len(found[lengths[0]])), *cells]) + " |")
+        found = loss_by_length(measured.of(*name).values(), tuned=tuned)
+        cells = [f"{math.exp(statistics.fmean(found[length])):.2f}" for length in measured.lengths]
+        rows.append(" | ".join([f"| {label}", str(len(found[measured.trained])), *cells]) + " |")
     return "\n".join(rows)
 
 

@@ -7,22 +7,20 @@ No model, data or network is needed, and the same versions give the same bytes.
 """
 
 import argparse
-import json
 import math
 import statistics
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from measured import CONTROL, SWAPS, loss_by_length, loss_by_tokens, measurement
+
 from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors
 from hf_posenc.theory import sinusoidal_integral, wave_decay
-
-CALIBRATION = Path(__file__).parents[1] / "docs/measured/calibration_stories260K.json"
-"""Results of scripts/measure_calibration.py."""
-YARN = CALIBRATION.with_name("calibration_stories260K_yarn.json")
-"""Results of the same script on the same base and text for RoPE with YaRN, fine-tuned at the rate of calibrated starts."""
 
 
 def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
@@ -76,57 +74,44 @@ def waves() -> Any:
 
 def cost_of_swaps() -> Any:
     """Draw the loss at the base's length, mean of the seeds, against all tokens read, those of the calibration included."""
-    runs = json.loads(CALIBRATION.read_text(encoding="utf-8"))["runs"]
+    measured = measurement(SWAPS)
     shown = {
-        "control": "base (at 0 untouched)",
-        "transformer_xl, plain": "transformer_xl, plain",
-        "transformer_xl, closed_form": "transformer_xl, closed forms",
-        "transformer_xl, attention": "transformer_xl, both stages",
-        "t5, plain": "t5, plain",
-        "t5, attention": "t5, both stages",
+        "base (at 0 untouched)": ("base", CONTROL),
+        "transformer_xl, plain": ("transformer_xl", "plain"),
+        "transformer_xl, closed forms": ("transformer_xl", "closed_form"),
+        "transformer_xl, both stages": ("transformer_xl", "attention"),
+        "t5, plain": ("t5", "plain"),
+        "t5, both stages": ("t5", "attention"),
     }
-    curves = {}
-    for name, label in shown.items():
-        found = [run for key, run in runs.items() if key.rpartition(", seed ")[0] == name and "after" in run]
-        begun = found[0].get("calibration", {}).get("tokens", 0)
-        length = next(iter(found[0]["before"]))
-        curve = [(begun, statistics.fmean(run["before"][length] for run in found))]
-        for tokens in found[0]["after"]:
-            curve.append((begun + int(tokens), statistics.fmean(run["after"][tokens][length] for run in found)))
-        curves[label] = curve
+    curves = {
+        label: [
+            (tokens, statistics.fmean(losses))
+            for tokens, losses in loss_by_tokens(measured.of(*name).values(), measured.trained).items()
+        ]
+        for label, name in shown.items()
+    }
     return plots.loss_curve(curves, xlabel="tokens read", title="What a swap costs: stories260K at its own length")
-
-
-def loss_by_length(runs: Mapping[str, Any], name: str, *, tuned: bool) -> dict[int, list[float]]:
-    """Return length -> losses of all seeds of the runs called `name`, before or after all of their fine-tuning."""
-    found: dict[int, list[float]] = {}
-    for key, run in runs.items():
-        if key.rpartition(", seed ")[0] == name and "after" in run:
-            losses = run["after"][max(run["after"], key=int)] if tuned else run["before"]
-            for length, value in losses.items():
-                found.setdefault(int(length), []).append(value)
-    return found
 
 
 def reach_of_swaps() -> Any:
     """Draw perplexity by length of base, YaRN, plain and calibrated swap, all fine-tuned; exp of the seeds' mean loss."""
-    measured, yarn = (json.loads(path.read_text(encoding="utf-8")) for path in (CALIBRATION, YARN))
+    measured = measurement(SWAPS)
     shown = {
-        "base (RoPE)": "control",
-        "RoPE with YaRN": "yarn, plain",
-        "Transformer-XL, plain swap": "transformer_xl, plain",
-        "Transformer-XL, calibrated swap": "transformer_xl, attention",
+        "base (RoPE)": ("base", CONTROL),
+        "RoPE with YaRN": ("yarn", "plain"),
+        "Transformer-XL, plain swap": ("transformer_xl", "plain"),
+        "Transformer-XL, calibrated swap": ("transformer_xl", "attention"),
     }
     curves = {
         label: [
             (length, math.exp(statistics.fmean(values)))
-            for length, values in loss_by_length(measured["runs"] | yarn["runs"], name, tuned=True).items()
+            for length, values in loss_by_length(measured.of(*name).values(), tuned=True).items()
         ]
         for label, name in shown.items()
     }
     figure = plots.perplexity_by_length(
         curves,
-        trained_length=measured["settings"]["length"],
+        trained_length=measured.trained,
         title="A LLaMA trained at 512 tokens, after 250k tokens more",
     )
     (axes,) = figure.axes
