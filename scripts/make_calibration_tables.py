@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/calibrate_measured.md from docs/measured: calibration_*.json, which measure_calibration.py
-makes, check_*.json, which check_calibration.py makes, and mixtures_*.json, which measure_mixtures.py makes.
+"""Writes tables from docs/measured. Those of docs/calibrate_measured.md: calibration_*.json, which measure_calibration.py
+makes, check_*.json, which check_calibration.py makes, and mixtures_*.json, which measure_mixtures.py makes. Those of
+docs/recall_measured.md: recall_*.json, which measure_recall.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -19,11 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import marked
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/calibrate_measured.md"
+PAGE, RECALL_PAGE = ROOT / "docs/calibrate_measured.md", ROOT / "docs/recall_measured.md"
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
 CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
 MIXED = ("stories260K", "embedded")
+RECALLED = ("rotating", "table")
+CONDITIONS = ("1x", "distance 8x", "distance 16x", "items 4x")
+"""Columns of the tables of recall."""
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
 
 
@@ -123,6 +127,48 @@ def mixtures(name: str) -> str:
     return "\n".join(lines)
 
 
+def recall(kind: str) -> str:
+    """The table of recall on one base: medians over the seeds, and differences to the base, which are paired by seed."""
+    measured = json.loads((ROOT / f"docs/measured/recall_{kind}.json").read_text(encoding="utf-8"))
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, run in measured["runs"].items():
+        name, _, seed = key.rpartition(", seed ")
+        groups.setdefault(name, {})[seed] = run
+    head = ["", "seeds", "1x, before", *(f"{name}, after" for name in CONDITIONS)]
+    head += ["to the base at 1x, after", "solved", "text before", "text after"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name, runs in groups.items():
+        summary = measured["summary"][name]
+        before, after = summary["before"], summary.get("after", {})
+        variant, _, start = name.rpartition(", ")
+        cells = ["the base" if variant == "base" else f"`{variant}`, {start}", str(len(runs))]
+        cells += [percent(before["1x"]), *(percent(after.get(condition)) for condition in CONDITIONS)]
+        cells.append("" if variant == "base" else to_base(runs, groups["base, plain"]))
+        cells += [
+            f"{after['solved']:.0%}" if after else "",
+            *(cell([s["text_loss"]] if s else []) for s in (before, after)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def percent(share: float | None) -> str:
+    """A share in percent, or nothing where nothing was measured."""
+    return "" if share is None else f"{100 * share:.1f}"
+
+
+def to_base(runs: dict[str, Any], base: dict[str, Any]) -> str:
+    """The mean difference of recall at the trained length after fine-tuning, and twice its standard error."""
+    apart = [
+        100 * (mean(run["after"]["recall"]["1x"].values()) - mean(base[seed]["after"]["recall"]["1x"].values()))
+        for seed, run in runs.items()
+        if "after" in run and seed in base
+    ]
+    if len(apart) < 2:
+        return "".join(f"{each:+.1f}" for each in apart)
+    return f"{mean(apart):+.1f} ± {2 * stdev(apart) / len(apart) ** 0.5:.1f}"
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,11 +176,14 @@ def main() -> int:
     check, current = parser.parse_args().check, True
     parts = {"checked": checked()} | {name: table(name) for name in BASES}
     parts |= {f"mixtures {name}": mixtures(name) for name in MIXED}
+    for kind in RECALLED:
+        parts[f"recall {kind}"] = recall(kind)
     for name, part in parts.items():
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
-        current &= marked.write(PAGE, begin, f"<!-- end of {name} -->", part, check=check)
+        page = RECALL_PAGE if name.startswith("recall") else PAGE
+        current &= marked.write(page, begin, f"<!-- end of {name} -->", part, check=check)
     if check and not current:
-        print("docs/calibrate_measured.md: its tables are out of date; run python scripts/make_calibration_tables.py")
+        print("docs: tables are out of date; run python scripts/make_calibration_tables.py")
         return 1
     return 0
 

@@ -37,6 +37,7 @@ def test_pages_with_python_are_found():
         "calibrate_measured.md",
         "glossary.md",
         "limits.md",
+        "recall_measured.md",
         "results.md",
         "speed.md",
         "theory_statements.md",

@@ -135,4 +135,6 @@ def test_its_commands_are_understood(pages, monkeypatch):
             sys.modules[Path(script).stem].main()
     assert {len(vars(options)["seeds"]) for options in found} == {1, 2, 3}
     variants = {name for options in found for name in getattr(options, "variants", None) or ()}
-    assert variants <= {"base"} | pages.measure_mixtures.ON_ROTATIONS.keys() | pages.measure_mixtures.ON_TABLES.keys()
+    recalled = pages.measure_recall.VARIANTS["rotating"] | pages.measure_recall.VARIANTS["table"]
+    mixed = pages.measure_mixtures.ON_ROTATIONS | pages.measure_mixtures.ON_TABLES
+    assert variants <= {"base"} | mixed.keys() | recalled.keys()
