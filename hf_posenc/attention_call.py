@@ -88,6 +88,21 @@ class Call:
         sinks = None if self.sinks is None else self.sinks.to(dtype)
         return replace(self, query=query, key=key, value=value, sinks=sinks)
 
+    def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> Call:
+        """Return the call for some of its queries and keys, given as slices or indices (N,)."""
+        by_key = (self.numbers, self.log_gates, self.key_bias)
+        numbers, log_gates, key_bias = (None if each is None else each[:, :, keys] for each in by_key)
+        return replace(
+            self,
+            query=self.query[:, :, queries],
+            key=self.key[:, :, keys],
+            value=self.value[:, :, keys],
+            positions=self.positions.cut(queries, keys),
+            numbers=numbers,
+            log_gates=log_gates,
+            key_bias=key_bias,
+        )
+
     def distance(self) -> Tensor:
         """Return query position minus key position, integers (B|1, 1, Q, L); 0 for keys that come later."""
         return self.positions.distance().clamp(min=0)

@@ -94,7 +94,7 @@ class Form:
         return None if curve is None else curve.index_select(1, distances)[..., None]
 
     def with_table(self, count: int) -> Form:
-        """Return the form with the vectors of the distances 0, 1, ... up to `count` computed, if it computes any."""
+        """Return the form with the vectors of the first `count` distances computed, if it computes any."""
         return self
 
 

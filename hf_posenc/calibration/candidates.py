@@ -33,7 +33,7 @@ NOISE = 0.01
 """A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
 
 
-def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | None = None) -> FirstStage:
+def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | None) -> FirstStage:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
     If the judge is `loss` and one form for all heads predicts better, all heads keep that form.

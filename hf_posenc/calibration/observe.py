@@ -30,7 +30,6 @@ from ..live.watch import LayerCall, recorded
 from ..modules import owner_of
 from ..patching.changes import place
 from ..patching.plan import Plan
-from ..positions import Positions
 
 SCORES_AT_ONCE = 2**20
 """Largest number of scores that are computed at once, counted over batch and heads."""
@@ -133,21 +132,8 @@ def outputs_of(call: Call, part: slice) -> Tensor:
 
 def _queries(call: Call, part: slice) -> Call:
     """Return the call for some queries and the keys up to the last of them, in at least float32, see `Call.widened`."""
-    positions = call.positions
-    assert isinstance(positions, Positions)
     keys = slice(0, part.stop)  # queries and keys are the same tokens, and later keys are invisible
-    by_key = (None if each is None else each[..., keys] for each in (call.numbers, call.log_gates, call.key_bias))
-    numbers, log_gates, key_bias = by_key
-    return replace(
-        call,
-        query=call.query[:, :, part],
-        key=call.key[:, :, keys],
-        value=call.value[:, :, keys],
-        positions=positions.cut(part, keys),
-        numbers=numbers,
-        log_gates=log_gates,
-        key_bias=key_bias,
-    ).widened()
+    return call.cut(part, keys).widened()
 
 
 class _StopForward(BaseException):

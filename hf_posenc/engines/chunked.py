@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention_call import Call
-from ..positions import Positions
+from ..positions import DensePositions, Positions
 from . import reference
 from .base import Engine, why_not_in_blocks
 
@@ -74,7 +74,12 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     assert isinstance(positions, Positions)
 
     def part(
-        query: Tensor, key: Tensor, value: Tensor, positions: Positions, gates: Tensor | None, bias: Tensor | None
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Positions | DensePositions,
+        gates: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         some = replace(call, query=query, key=key, value=value, positions=positions, log_gates=gates, key_bias=bias)
         return compute(some)
@@ -83,16 +88,8 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     parts = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
-        seen = _seen(positions, here)
-        gates, bias = (None if each is None else each[:, :, seen] for each in (call.log_gates, call.key_bias))
-        tensors = (
-            call.query[:, :, here],
-            call.key[:, :, seen],
-            call.value[:, :, seen],
-            positions.cut(here, seen),
-            gates,
-            bias,
-        )
+        some = call.cut(here, _seen(positions, here))
+        tensors = (some.query, some.key, some.value, some.positions, some.log_gates, some.key_bias)
         parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
     return torch.cat(parts, 1)
 

@@ -538,7 +538,7 @@ class GrowingRotation(Rotated):
         for length in found:
             here = lengths == length
             rows = here.any(0).nonzero()[:, 0]
-            part = replace(call, query=call.query[:, :, rows], positions=call.positions.cut(rows, slice(None)))
+            part = call.cut(rows, slice(None))
             stretch = self.stretch(lengths.new_full((1, 1), length))
             parts.append((Chosen(rows, here[:, rows]), self.turned(part, wide=True, stretch=stretch)))
         return parts
