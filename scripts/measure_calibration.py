@@ -149,10 +149,11 @@ def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, 
     return {str(length): round(loss(model, tokens), 4) if able[length] else None for length, tokens in held.items()}
 
 
-def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict[str, float | None]]:
+def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed, teacher=None) -> dict[str, dict]:
     """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens.
 
-    On the way only the first length is measured.
+    On the way only the first length is measured. With a teacher, the divergence from its predictions is added to the
+    loss of the text.
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
@@ -165,7 +166,10 @@ def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[
         model.train()
         batch = train[torch.randint(len(train), (batch_size,), generator=generator)]
         logits = model(batch, use_cache=False).logits[:, :-1]
-        F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+        value = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        if teacher is not None:
+            value += divergence(logits, teacher, batch)
+        value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -173,6 +177,15 @@ def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[
             first = dict(list(held.items())[:1])
             found[str(steps[step])] = measure(model, held if step == max(steps) else first)
     return found
+
+
+def divergence(logits: torch.Tensor, teacher: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean divergence of predictions from a teacher's, in nats, at the positions that the teacher has."""
+    able = min(position_limit(teacher) or batch.shape[1], logits.shape[1])
+    with torch.no_grad():
+        target = teacher(batch[:, :able], use_cache=False).logits.log_softmax(-1).flatten(0, 1)
+    predicted = logits[:, :able].log_softmax(-1).flatten(0, 1)
+    return F.kl_div(predicted, target, log_target=True, reduction="batchmean")
 
 
 def main() -> int:
@@ -208,17 +221,20 @@ def main() -> int:
     results = read(options.json, {"runs": {}})
     results["settings"] = {k: v for k, v in vars(options).items() if k not in NOT_SETTINGS}
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = scratch if options.checkpoint == EMBEDDED else options.checkpoint
-        if options.checkpoint == EMBEDDED:
-            said, parts = "the standard library", embedded(checkpoint)
-        elif options.text:
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-            said, parts = options.text.name, documents(tokenizer, options.text.read_text(encoding="utf-8"))
-        else:
-            said, parts = "written by the base", written(load(checkpoint), *WRITTEN)
+        checkpoint, said, parts = material(options.checkpoint, options.text, scratch)
         results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": said}
         run(options, checkpoint, parts, results)
     return 0
+
+
+def material(checkpoint: str, text: Path | None, scratch: str) -> tuple[str, str, list[list[int]]]:
+    """Return the folder or id of the base, the name of its text, and the tokens of the documents of that text."""
+    if checkpoint == EMBEDDED:
+        return scratch, "the standard library", embedded(scratch)
+    if text:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        return checkpoint, text.name, documents(tokenizer, text.read_text(encoding="utf-8"))
+    return checkpoint, "written by the base", written(load(checkpoint), *WRITTEN)
 
 
 def load(checkpoint: str) -> PreTrainedModel:

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup
 
 from hf_posenc import Scheme, patch_model, register_scheme
+from hf_posenc.analysis import attention_by_distance
 from hf_posenc.dims import Dims
 from hf_posenc.dtypes import compute_dtype
 from hf_posenc.evaluation import sliding_window_perplexity
@@ -34,7 +35,9 @@ from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.base import ScoreScheme
 from hf_posenc.schemes.da_transformer import DATransformer, DistanceRescaling
 from hf_posenc.schemes.learned import Learned
+from hf_posenc.schemes.shaw import Shaw
 from hf_posenc.schemes.sinusoidal import Sinusoidal
+from hf_posenc.schemes.t5 import T5
 from hf_posenc.theory import negative_products
 from hf_posenc.version import VERSION
 
@@ -65,26 +68,59 @@ def table(**choices: Any) -> Learned:
     return Learned(num_positions=SHORT, initialization="normal", **choices)
 
 
-CLAIMS: dict[str, dict[str, tuple[Scheme, int]]] = {
-    "train short, test long": {
-        "alibi, short": (Alibi(), SHORT),
-        "alibi, long": (Alibi(), LONG),
-        "sinusoidal, long": (Sinusoidal(), LONG),
-    },
-    "vectors in every layer": {
-        "sinusoidal, input": (Sinusoidal(), SHORT),
-        "sinusoidal, every layer": (Sinusoidal(placement="every_layer"), SHORT),
-        "learned, input": (table(), SHORT),
-        "learned, every layer, one table": (table(placement="every_layer"), SHORT),
-        "learned, every layer, a table each": (table(placement="every_layer", share_layers=False), SHORT),
-    },
-    "factors multiply": {
-        "multiplied, relu": (DATransformer(), SHORT),
-        "multiplied, no relu": (DATransformer(relu=False), SHORT),
-        "added": (AddedFactors(), SHORT),
-    },
+@dataclass(frozen=True)
+class Claim:
+    """Variants that differ in what a claim is about.
+
+    Attributes:
+        steps: of the optimizer, enough for the variants to learn positions.
+        variants: name -> the scheme, and the tokens in a window of training.
+    """
+
+    steps: int
+    variants: dict[str, tuple[Scheme, int]]
+
+
+CLAIMS: dict[str, Claim] = {
+    "train short, test long": Claim(
+        1000,
+        {"alibi, short": (Alibi(), SHORT), "alibi, long": (Alibi(), LONG), "sinusoidal, long": (Sinusoidal(), LONG)},
+    ),
+    "vectors in every layer": Claim(
+        1000,
+        {
+            "sinusoidal, input": (Sinusoidal(), SHORT),
+            "sinusoidal, every layer": (Sinusoidal(placement="every_layer"), SHORT),
+            "learned, input": (table(), SHORT),
+            "learned, every layer, one table": (table(placement="every_layer"), SHORT),
+            "learned, every layer, a table each": (table(placement="every_layer", share_layers=False), SHORT),
+        },
+    ),
+    "base of sinusoids": Claim(
+        1000, {f"sinusoidal, base {base:g}": (Sinusoidal(base=base), SHORT) for base in (100.0, 1000.0, 1e6)}
+    ),
+    "factors multiply": Claim(
+        400,
+        {
+            "multiplied, relu": (DATransformer(), SHORT),
+            "multiplied, no relu": (DATransformer(relu=False), SHORT),
+            "added": (AddedFactors(), SHORT),
+        },
+    ),
+    "precise distances far away": Claim(
+        400, {f"shaw, up to {distance}": (Shaw(max_distance=distance), SHORT) for distance in (0, 1, 2, 4, 16, 64)}
+    ),
+    "one table for all layers": Claim(
+        400,
+        {
+            "t5, one table": (T5(), SHORT),
+            "t5, a table each": (T5(share_layers=False), SHORT),
+            "shaw, one table": (Shaw(share_layers=True), SHORT),
+            "shaw, a table each": (Shaw(), SHORT),
+        },
+    ),
 }
-"""What is compared: claim -> variant -> scheme, and tokens in a window of training."""
+"""What is compared. Added vectors are learned later than scores with positions, so their claims take more steps."""
 
 
 def bytes_of(path: Path) -> Tensor:
@@ -92,7 +128,7 @@ def bytes_of(path: Path) -> Tensor:
     return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
 
 
-def run(options: argparse.Namespace, scheme: Scheme, length: int, seed: int) -> dict[str, Any]:
+def run(options: argparse.Namespace, scheme: Scheme, length: int, steps: int, seed: int) -> dict[str, Any]:
     """Train one model, and return what it cost and what it can do."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -112,7 +148,7 @@ def run(options: argparse.Namespace, scheme: Scheme, length: int, seed: int) -> 
     model = patch_model(GPT2LMHeadModel(config), scheme, seed=seed).train()
     model.loss_type = "ForCausalLM"
     text = torch.cat([bytes_of(path) for path in options.text])
-    rows, steps = options.batch // length, options.steps
+    rows = options.batch // length
     # Muon on the layers' matrices: with AdamW alone so few steps teach models with added vectors no positions at all.
     layers = [p for name, p in model.named_parameters() if ".h." in name and name.endswith(".weight") and p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not each for each in layers)]
@@ -143,8 +179,16 @@ def run(options: argparse.Namespace, scheme: Scheme, length: int, seed: int) -> 
         "tokens_per_cpu_second": steps * rows * length / seconds,
         "memory_of_training_mib": grown / 1024,
     }
+    reach = attention_by_distance(model.eval(), held_out[: 4 * SHORT].view(4, SHORT)).mean_distance
+    found["mean_distance_of_heads"] = {
+        "least": reach.min().item(),
+        "median": reach.median().item(),
+        "most": reach.max().item(),
+    }
     if isinstance(scheme, DATransformer | AddedFactors):
-        found["negative_products"] = negative_products(model.eval(), held_out[:LONG]).shares.mean().item()
+        rising = [module.distance_weight > 0 for module in model.modules() if isinstance(module, DistanceRescaling)]
+        found["rising_factors"] = torch.cat(rising).double().mean().item()
+        found["negative_products"] = negative_products(model, held_out[:LONG]).shares.mean().item()
     return found
 
 
@@ -156,7 +200,7 @@ def main() -> int:
     parser.add_argument("--measured", type=int, default=8192, help="bytes of it (default 8192)")
     parser.add_argument("--claims", nargs="+", choices=CLAIMS, default=list(CLAIMS), metavar="CLAIM")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200, help="of the optimizer (default 200)")
+    parser.add_argument("--steps", type=int, help="of the optimizer (default: 400, and 1000 where vectors are added)")
     parser.add_argument("--batch", type=int, default=2048, help="tokens in a step (default 2048)")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak of AdamW, behind a warm-up (default 3e-3)")
     parser.add_argument("--width", type=int, default=64, help="hidden size (default 64)")
@@ -169,14 +213,19 @@ def main() -> int:
     result = read(options.json, {"settings": settings, "runs": {}})
     if result["settings"] != settings:
         parser.error(f"{options.json} has runs of other settings: {result['settings']}")
-    wanted = [(*each, seed) for seed in options.seeds for claim in options.claims for each in CLAIMS[claim].items()]
-    for name, (scheme, length), seed in wanted:
+    wanted = [
+        (seed, options.steps or CLAIMS[claim].steps, *variant)
+        for seed in options.seeds
+        for claim in options.claims
+        for variant in CLAIMS[claim].variants.items()
+    ]
+    for seed, steps, name, (scheme, length) in wanted:
         key = f"{name}, seed {seed}"
         if key in result["runs"]:
             continue
         # A child begins with this process's memory, and its peak counts from there.
         with multiprocessing.get_context("fork").Pool(1) as process:
-            result["runs"][key] = rounded(process.apply(run, (options, scheme, length, seed)))
+            result["runs"][key] = rounded(process.apply(run, (options, scheme, length, steps, seed)))
         print(key, result["runs"][key], file=sys.stderr, flush=True)
         write(options.json, result)
     return 0

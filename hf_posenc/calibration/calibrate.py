@@ -1,4 +1,4 @@
-"""`calibrate`: closed forms first, then gradient steps that match the attention of each layer to the base's."""
+"""`calibrate`: closed forms first, then gradient steps that match each layer to the base's."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def calibrate(
     """Fit a scheme, and the projections of queries and keys, so that they imitate the base's positions.
 
     Closed forms come first. Several are tried, and every head keeps the one whose attention is closest to the base's on
-    held-out windows. Gradient steps (`matching`) then match the attention of each layer to the base's, on the base's
-    hidden states. The language-model loss is not trained; it only judges the results (`judge`). Memory grows with the
+    held-out windows. Gradient steps (`matching`) then match what the heads of each layer read, or their attention, to
+    the base's. The language-model loss is not trained; it only judges the results (`judge`). Memory grows with the
     length of the windows, not with its square.
 
     Args:
@@ -227,7 +227,7 @@ class _Run:
                     return Accepted(trial, after, loss, put_back)
             put_back[trial] = loss
             put(zip((p for part in self.trained for p in part), first.parameters, strict=True))
-            if loss <= best + NOISE:  # the next trial is only for attention that comes closer but predicts worse
+            if loss <= best + NOISE:  # the next trial is only for a model that predicts worse after this one
                 break
         return Accepted("closed_form", first.closed, first.losses["closed_form"], put_back)
 

@@ -1,4 +1,4 @@
-"""The second stage: gradient steps that match each layer's attention to the base's, on the base's hidden states."""
+"""The second stage: gradient steps that match each layer's attention, or its outputs, to the base's."""
 
 from __future__ import annotations
 
@@ -32,8 +32,22 @@ def output_error(base: Call, ours: Call) -> Tensor:
     return total / (base.query[..., 0].numel() * base.value.float().square().mean())
 
 
-LOSSES = {"attention": mean_kl, "outputs": output_error}
-"""Name of a loss that the second stage can lower -> function of two calls, the base's and the scheme's attention."""
+@dataclass(frozen=True)
+class Loss:
+    """A loss that the second stage can lower.
+
+    Attributes:
+        of: function of two calls, the base's and the scheme's attention.
+        own_states: whether the layers of the patched model read its own hidden states, in place of the base's. A layer
+            then makes good what the layers below it do differently.
+    """
+
+    of: Callable[[Call, Call], Tensor]
+    own_states: bool
+
+
+LOSSES = {"attention": Loss(mean_kl, own_states=False), "outputs": Loss(output_error, own_states=True)}
+"""The losses that the second stage can lower, by name."""
 
 Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
 """The parameters that the second stage trains: the scheme's, and weights that make queries and keys."""
@@ -51,9 +65,11 @@ class Matching:
         batch_size: number of windows in a step.
         rate: learning rate of the scheme's parameters; it falls to 0 as a cosine.
         weight_rate: learning rate of the weights; it falls in the same way.
-        loss: the loss to lower. `attention`: the KL divergence from the base's attention. `outputs`: the squared error
-            of the heads' outputs, relative to the mean square of the base's values. None means `attention`, and then
-            `outputs` if the model predicts worse after `attention`.
+        loss: the loss to lower. `outputs`: the squared error of the heads' outputs, relative to the mean square of the
+            base's values, where each layer reads the patched model's own hidden states and so makes good what the
+            layers below it do differently. `attention`: the KL divergence from the base's attention, where each layer
+            reads the base's hidden states. None means `outputs`, and then `attention` if the model predicts worse after
+            `outputs`; under `judge="attention"` it means `attention`.
         lengths: lengths of the windows in tokens. Each length gets an equal share of the steps, in this order. The
             windows of `tokens` are cut to it, so it must divide their length. None means uncut windows.
         seed: seed of the order of windows.
@@ -121,7 +137,7 @@ class Matching:
         """Return the losses to try. Each starts from the first stage's weights, until the judge accepts a result."""
         if self.loss is not None:
             return (self.loss,)
-        return ("attention", "outputs") if judge == "loss" else ("attention",)
+        return ("outputs", "attention") if judge == "loss" else ("attention",)
 
     def read(self, windows: int, processes: int) -> set[int]:
         """Return the indices of all training windows that the steps of one trial read."""
@@ -232,15 +248,13 @@ def _average(parameters: Sequence[nn.Parameter], processes: int) -> None:
             p.grad /= 1 if p.is_cuda else processes
 
 
-def _add_gradients(
-    pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter], loss_of: Callable[[Call, Call], Tensor]
-) -> float:
+def _add_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter], lowered: Loss) -> float:
     """Add the gradients of every layer's loss on a batch, and return the mean loss over layers."""
-    theirs, inputs = pair.layer_inputs(tokens)
+    theirs, inputs = pair.layer_inputs(tokens, own_states=lowered.own_states)
     value = 0.0
     for index, (hidden, arguments) in inputs.items():
         base, ours = theirs[index].call, pair.call(index, hidden, arguments)
-        loss = loss_of(base, ours)
+        loss = lowered.of(base, ours)
         if loss.requires_grad:
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             for p, gradient in zip(parameters, gradients, strict=True):

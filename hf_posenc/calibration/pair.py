@@ -167,26 +167,35 @@ class Pair:
         with _with_values(self.base_values), self.patch.undo.suspended():
             yield self.model
 
-    def layer_inputs(self, tokens: Tensor) -> tuple[dict[int, Observed], dict[int, tuple[Tensor, LayerCall]]]:
+    def layer_inputs(
+        self, tokens: Tensor, *, own_states: bool = False
+    ) -> tuple[dict[int, Observed], dict[int, tuple[Tensor, LayerCall]]]:
         """Return the calls of the base's layers, and inputs for the patched layers made from the base's hidden states.
 
         Position vectors that only one of the two models adds at the input run through all its layers. So they are
         added to the hidden states of every layer, or subtracted.
+
+        Args:
+            tokens: (B, T) documents without padding.
+            own_states: take the patched model's own hidden states, as constants, in place of the base's.
         """
         with self.as_base() as base:
             theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
         ours = self.arguments(tokens)
+        states = observe(self.model, tokens, self.watched) if own_states else theirs
         shift: Tensor | float = 0.0
-        if self.base_model.modules.position_table is not None:
+        if self.base_model.modules.position_table is not None and not own_states:
             shift = _first_hidden_states(self.base_model, tokens) - self._first_hidden_states_of_base(tokens)
         first = self.base_model.modules.layers[0]
         at_first = on_decoder(self.base_model.modules.decoder).layers.at_first
 
         def hidden_states_of(index: int) -> Tensor:
-            hidden = theirs[index].layer.hidden_states + shift
+            hidden = states[index].layer.hidden_states + shift
             if at_first and index:  # computed again for every layer, because gradients are taken layer by layer
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-                hidden = hidden + first.get_submodule("posenc")(positions).to(hidden)
+                vectors = first.get_submodule("posenc")(positions).to(hidden)
+                # Own hidden states hold the vectors already, and are constants: what is added has only a gradient.
+                hidden = hidden + (vectors - vectors.detach() if own_states else vectors)
             return hidden
 
         return theirs, {

@@ -569,6 +569,43 @@ def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
         assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
 
 
+@pytest.mark.parametrize(
+    ("family", "scheme", "options"),
+    [
+        ("llama", "t5", {}),
+        ("llama", "sinusoidal", {"trainable": True}),
+        ("llama", "learned", {"num_positions": LENGTH, "placement": "every_layer"}),
+        ("gpt2", "transformer_xl", {}),
+        ("gpt2", "sinusoidal", {"trainable": True}),
+    ],
+)
+def test_own_hidden_states_are_what_the_patched_model_computes(family, scheme, options):
+    """Queries of each layer are those of a forward pass; on the base's hidden states those above the first differ."""
+    model, ids = patch_model(tiny(family), scheme, seed=0, **options), windows()[:2]
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    layers = model.model.layers if family == "llama" else model.transformer.h
+    projections = [layer.self_attn.q_proj if family == "llama" else layer.attn.c_attn for layer in layers]
+    queries = []
+    hooks = [each.register_forward_hook(lambda _, __, out: queries.append(out.detach())) for each in projections]
+    with torch.no_grad():
+        model.eval()(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    same = {}
+    for own_states in (True, False):
+        with attending(model, pair.base_model):
+            _, inputs = pair.layer_inputs(ids, own_states=own_states)
+            calls = {index: pair.call(index, *inputs[index]) for index in inputs}
+        found = {index: call.query.transpose(1, 2).flatten(2) for index, call in calls.items()}
+        errors = {index: (queries[index][..., : q.shape[-1]] - q).abs().max().item() for index, q in found.items()}
+        same[own_states] = [error < 1e-5 for error in errors.values()]
+        if options.get("trainable"):  # vectors at the input are trained by every layer
+            (table,) = (p for name, p in model.named_parameters() if "posenc" in name)
+            assert all(torch.autograd.grad(call.query.sum(), table)[0].any() for call in calls.values())
+    assert all(same[True])
+    assert not any(same[False][1:])
+
+
 @pytest.mark.slow
 def test_outputs_come_closer_to_the_bases():
     """And the vectors that Shaw's scheme puts beside values, which no attention tells of, are moved too."""
@@ -897,7 +934,8 @@ def test_a_keyword_that_does_not_exist_says_where_it_is(keyword, message):
 
 
 def test_what_is_matched_one_after_the_other():
-    assert Matching().trials("loss") == ("attention", "outputs")
+    assert Matching().trials("loss") == ("outputs", "attention")
+    assert Matching(loss="attention").trials("loss") == ("attention",)
     assert Matching().trials("attention") == ("attention",)
 
 
