@@ -26,6 +26,7 @@ from measure_calibration import written
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc import Matching, calibrate, patch_model
+from hf_posenc.calibration.matching import LOSSES
 from hf_posenc.recipes.embedded import byte_tokenizer, standard_library, trained_base
 
 SCHEMES = {
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=200, help="that calibration gets, 8 held-out ones included")
     parser.add_argument("--unseen", type=int, default=64, help="windows that it does not get")
     parser.add_argument("--steps", type=int, default=25, help="of the second stage")
+    parser.add_argument("--loss", choices=LOSSES, help="of the second stage (default: outputs, then attention)")
     parser.add_argument("--json", type=Path, required=True, help="results")
     options = parser.parse_args()
 
@@ -94,14 +96,14 @@ def main() -> int:
 
     found = json.loads(options.json.read_text()) if options.json.exists() else {"rows": {}}
     found |= {"checkpoint": Path(options.checkpoint).name, "torch": torch.__version__}
-    found |= {name: getattr(options, name) for name in ("length", "windows", "unseen", "steps")}
+    found |= {name: getattr(options, name) for name in ("length", "windows", "unseen", "steps", "loss")}
     found["base_unseen"] = round(loss(load(), unseen), 4)
     for name in options.schemes:
         if name not in found["rows"]:
             scheme, hyperparameters = SCHEMES[name]
             model = patch_model(load(), scheme, seed=0, **hyperparameters)
             swapped, began = loss(model, unseen), time.process_time()
-            report = calibrate(model, given, matching=Matching(steps=options.steps))
+            report = calibrate(model, given, matching=Matching(steps=options.steps, loss=options.loss))
             found["rows"][name] = {
                 "held_out": {k: round(v, 4) for k, v in dataclasses.asdict(report.held_out_loss).items()},
                 "unseen": {"swapped": round(swapped, 4), "calibrated": round(loss(model, unseen), 4)},

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Writes tables from docs/measured. Those of docs/calibrate_measured.md: calibration_*.json, which measure_calibration.py
-makes, check_*.json, which check_calibration.py makes, and mixtures_*.json, which measure_mixtures.py makes. Those of
-docs/recall_measured.md: recall_*.json, which measure_recall.py makes.
+makes, check_*.json, which check_calibration.py makes, fine_tuning_*.json, which measure_fine_tuning.py makes, and
+mixtures_*.json, which measure_mixtures.py makes. Those of docs/recall_measured.md: recall_*.json, which
+measure_recall.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -22,8 +23,14 @@ import marked
 ROOT = Path(__file__).parents[1]
 PAGE, RECALL_PAGE = ROOT / "docs/calibrate_measured.md", ROOT / "docs/recall_measured.md"
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
-STARTS = {"plain": "plain swap", "closed_form": "closed forms", "attention": "both stages"}
+STARTS = {
+    "plain": "plain swap",
+    "closed_form": "closed forms",
+    "attention": "attention matched",
+    "outputs": "outputs matched",
+}
 CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
+TUNED = ("stories260K", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 MIXED = ("stories260K", "embedded")
 RECALLED = ("rotating", "table")
 CONDITIONS = ("1x", "distance 8x", "distance 16x", "items 4x")
@@ -73,8 +80,7 @@ def table(name: str) -> str:
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), row("the base", groups.pop(("control",)), columns)]
 
     def reached(scheme: str) -> float:
-        best = groups.get((scheme, "attention"), groups.get((scheme, "closed_form"), groups.get((scheme, "plain"))))
-        assert best
+        best = next(groups[scheme, start] for start in reversed(STARTS) if (scheme, start) in groups)
         return mean(run["after"][last][lengths[0]] for run in best)
 
     for scheme in sorted({scheme for scheme, _ in groups}, key=reached):
@@ -98,6 +104,54 @@ def checked() -> str:
             losses, kept = row["held_out"], row["kept"].replace("_", " ")
             cells.append(f"{losses['swapped']:.2f} to {losses['calibrated']:.2f}, {kept}")
         lines.append(f"| {scheme} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def losses_matched() -> str:
+    """The table of what the second stage lowered: held-out losses after matching attention, and after outputs."""
+    found = {}
+    for name in CHECKED:
+        paths = [ROOT / f"docs/measured/check_{name}{end}.json" for end in ("_attention", "")]
+        found[name] = [json.loads(path.read_text("utf-8"))["rows"] for path in paths]
+    lines = [f"| scheme | {' | '.join(CHECKED)} |", "|" + "---|" * (1 + len(CHECKED))]
+    for scheme in found[CHECKED[0]][0]:
+        cells = []
+        for attention, outputs in found.values():
+            one, other = attention.get(scheme), outputs.get(scheme)
+            both = one and other and other["kept"] == "outputs"
+            cells.append(f"{one['held_out']['calibrated']:.2f}, {other['held_out']['calibrated']:.2f}" if both else "")
+        if any(cells):
+            lines.append(f"| {scheme} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tuned(name: str) -> str:
+    """The table of fine-tuning on one base: means over the seeds, and the difference to the same control."""
+    measured = json.loads((ROOT / f"docs/measured/fine_tuning_{name}.json").read_text(encoding="utf-8"))
+    first, *beyond = map(str, measured["settings"]["lengths"])
+    tokens = [str(count) for count in measured["settings"]["tokens"]]
+    columns = [(first, None), *((first, count) for count in tokens), *((length, tokens[-1]) for length in beyond)]
+    head = ["", "seeds", "rate"]
+    for length, count in columns:
+        head.append(f"at {int(length):,} {'before' if count is None else f'after {int(count):,}'}")
+    lines = [f"| {' | '.join([*head, 'to the control'])} |", "|" + "---|" * (len(head) + 1)]
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for key, run in measured["runs"].items():
+        scheme, target, seed = key.split(", ")
+        groups.setdefault((scheme, target), {})[seed] = run
+    for (scheme, target), runs in groups.items():
+        title = f"{'the base' if scheme == 'control' else f'`{scheme}`'}, {target}"
+        cells = [
+            title,
+            str(len(runs)),
+            ", ".join(f"{rate:g}" for rate in sorted({run["rate"] for run in runs.values()})),
+        ]
+        for length, count in columns:
+            losses = [run["before"] if count is None else run["after"][count] for run in runs.values()]
+            cells.append(cell([each[length] for each in losses]))
+        control = [run["after"][tokens[-1]][first] for run in groups["control", "text"].values()]
+        apart = mean(run["after"][tokens[-1]][first] for run in runs.values()) - mean(control)
+        lines.append(f"| {' | '.join([*cells, '' if scheme == 'control' else f'{apart:+.3f}'])} |")
     return "\n".join(lines)
 
 
@@ -174,7 +228,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a table is out of date")
     check, current = parser.parse_args().check, True
-    parts = {"checked": checked()} | {name: table(name) for name in BASES}
+    parts = {"checked": checked(), "matched": losses_matched()} | {name: table(name) for name in BASES}
+    parts |= {f"tuned {name}": tuned(name) for name in TUNED}
     parts |= {f"mixtures {name}": mixtures(name) for name in MIXED}
     for kind in RECALLED:
         parts[f"recall {kind}"] = recall(kind)

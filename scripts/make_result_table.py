@@ -38,7 +38,7 @@ def table() -> str:
     for scheme in SCHEMES:
         options = "".join(f", `{name}={value}`" for name, value in OPTIONS[scheme][1].items())
         shown[f"`{scheme}`{options}, plain swap, fine-tuned"] = ((scheme, "plain"), True)
-        shown[f"`{scheme}`{options}, calibrated, fine-tuned"] = ((scheme, "attention"), True)
+        shown[f"`{scheme}`{options}, calibrated, fine-tuned"] = ((scheme, "outputs"), True)
     rows = ["| perplexity at | seeds | " + " | ".join(f"{length:,}" for length in measured.lengths) + " |"]
     rows.append("|---" * (2 + len(measured.lengths)) + "|")
     for label, (name, tuned) in shown.items():

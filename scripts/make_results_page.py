@@ -37,7 +37,8 @@ STARTS = {
     CONTROL: "control",
     "plain": "plain swap",
     "closed_form": "closed forms",
-    "attention": "calibrated",
+    "attention": "attention matched",
+    "outputs": "calibrated",
     "scratch": "from scratch",
 }
 """Start -> what the page calls it."""
@@ -206,12 +207,7 @@ def _calibration(settings, method, start, run, seeds) -> list[str]:
     rate = {"plain_rate" if start == "plain" else "rate": run["rate"]} if "rate" in run else {}
     only_measured = {} if run.get("after") and start != CONTROL else {"untrained": chosen}
     chosen_runs = {"schemes": name, "starts": chosen, **only_measured, "seeds": seeds}
-    return options(chosen_runs) + options(settings | rate | {"judge": judge(settings)}, ("checkpoint", "text"))
-
-
-def judge(settings: Mapping[str, Any]) -> str:
-    """Return what decided what a calibration kept; files that do not say are older than the option."""
-    return settings.get("judge", "attention")
+    return options(chosen_runs) + options(settings | rate, ("checkpoint", "text", "loss", "judge"))
 
 
 def _mixtures(settings, method, start, run, seeds) -> list[str]:
@@ -228,7 +224,7 @@ def _far_rope(settings, method, start, run, seeds) -> list[str]:
 
 
 def _recall(settings, method, start, run, seeds) -> list[str]:
-    asked = {"attention": "calibrated", CONTROL: "plain"}.get(start, start)
+    asked = {"outputs": "calibrated", CONTROL: "plain"}.get(start, start)
     return options({"variants": method, "starts": asked, "seeds": seeds}) + options(settings, NO_OPTIONS)
 
 
@@ -254,7 +250,6 @@ def group(measured: Measurement) -> dict[str, Any]:
         "held_out": settings.get("held_out_tokens"),
         "tokens": max(tokens) if isinstance(tokens, list) else tokens,
         "calibrate_length": settings.get("calibrate_length"),
-        "judge": judge(settings) if measured.kind == "calibration" else None,
         "rows": rows,
         "curves": results_curves.curves(measured, STARTS),
     }

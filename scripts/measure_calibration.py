@@ -6,7 +6,8 @@ python scripts/measure_calibration.py CHECKPOINT --json results.json     text th
 python scripts/measure_calibration.py embedded --json results.json       the small GPT-2 of the recipes, trained first
 
 For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
-fine-tuned at the rate of the calibrated starts, as the control. Documents of TEXT are separated by blank lines; the last
+fine-tuned at the rate of the calibrated starts, as the control. The start `outputs` is calibrated as by default; the
+starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
 tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
 on where it was. A base with a table of positions is measured and fine-tuned up to the end of its table: where the other
 models are measured beyond, it has null.
@@ -57,7 +58,7 @@ NOT_SETTINGS = (
 )  # the runs say these
 ASKED_FOR = ("learned", "sinusoidal", "yarn")
 """Measured only where asked for: on a base that rotates, calibration does not help the tables, and YaRN needs none."""
-STARTS = ("plain", "closed_form", "attention")
+STARTS = ("plain", "closed_form", "attention", "outputs")
 EMBEDDED = "embedded"
 FITTED, HELD_OUT, MATCHED = 24, 8, 4
 """Windows that a calibration reads: to fit closed forms, to choose among them, and in each step of the second stage."""
@@ -194,7 +195,7 @@ def main() -> int:
     parser.add_argument("checkpoint", help=f"folder or Hub id of a pretrained causal language model, or {EMBEDDED}")
     parser.add_argument("text", nargs="?", type=Path, help="text file, documents separated by blank lines")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "outputs"])
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
     )
@@ -206,8 +207,6 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
     parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
-    parser.add_argument("--loss", choices=("attention", "outputs"), help="of the second stage")
-    parser.add_argument("--judge", choices=("loss", "attention"), default="loss", help="what decides what is kept")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
     parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
@@ -278,7 +277,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                         steps=options.steps,
                         batch_size=MATCHED,
                         weight_rate=options.weight_rate,
-                        loss=options.loss,
+                        loss=None if start == "closed_form" else start,
                         seed=seed,
                     )
                     report = calibrate(
@@ -286,8 +285,8 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                         short[: options.calibrate_windows],
                         held_out=HELD_OUT,
                         closed_windows=FITTED,
-                        matching=matching if start == "attention" else None,
-                        judge=options.judge,
+                        matching=None if start == "closed_form" else matching,
+                        judge="loss" if start == "outputs" else "attention",
                     )
                 seconds = time.perf_counter() - began
                 before = measure(swapped, held)

@@ -116,7 +116,7 @@ def one_run(options: argparse.Namespace, checkpoint: str, name: str, scheme: str
     if name != "base":
         patch_model(model, read_schemes("variant", scheme, {}), seed=seed)
         if changed(model, load(checkpoint), short[:1]):
-            matching = Matching(steps=options.steps, seed=seed)
+            matching = Matching(steps=options.steps, loss="attention", seed=seed)
             report = calibrate(model, short[: options.calibrate_windows], matching=matching)
 
     def losses() -> dict[str, Any]:

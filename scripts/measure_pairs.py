@@ -56,7 +56,7 @@ def losses(base: PreTrainedModel, scheme: RopeByHead, short: Tensor, held: Tenso
     for way in WAYS:
         model = patch_model(copy.deepcopy(base), scheme)
         if way != "plain":
-            calibrate(model, short, matching=None if way == "closed_form" else Matching(steps=steps))
+            calibrate(model, short, matching=None if way == "closed_form" else Matching(steps=steps, loss="attention"))
         found[way] = loss_of(model.eval(), held)
     return found
 

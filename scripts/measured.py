@@ -194,7 +194,7 @@ def _recall(variant: str, run: Mapping[str, Any], results: Any, trained: int) ->
     if "after" in run:
         form["after"] = {str(results["settings"]["tokens"]): {str(trained): run["after"]["text_loss"]}}
     if start == "calibrated":
-        start = "attention"
+        start = "outputs"
     return method, CONTROL if (method, start) == ("base", "plain") else start, form
 
 

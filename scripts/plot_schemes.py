@@ -79,9 +79,9 @@ def cost_of_swaps() -> Any:
         "base (at 0 untouched)": ("base", CONTROL),
         "transformer_xl, plain": ("transformer_xl", "plain"),
         "transformer_xl, closed forms": ("transformer_xl", "closed_form"),
-        "transformer_xl, both stages": ("transformer_xl", "attention"),
+        "transformer_xl, both stages": ("transformer_xl", "outputs"),
         "t5, plain": ("t5", "plain"),
-        "t5, both stages": ("t5", "attention"),
+        "t5, both stages": ("t5", "outputs"),
     }
     curves = {
         label: [
@@ -100,7 +100,7 @@ def reach_of_swaps() -> Any:
         "base (RoPE)": ("base", CONTROL),
         "RoPE with YaRN": ("yarn", "plain"),
         "Transformer-XL, plain swap": ("transformer_xl", "plain"),
-        "Transformer-XL, calibrated swap": ("transformer_xl", "attention"),
+        "Transformer-XL, calibrated swap": ("transformer_xl", "outputs"),
     }
     curves = {
         label: [

@@ -14,7 +14,8 @@ STYLES = {
     CONTROL: ("#555", "", 1.5),
     "plain": ("#d55e00", "7 4", 2),
     "closed_form": ("#009e73", "2 3", 2.5),
-    "attention": ("#0072b2", "", 2.5),
+    "attention": ("#56b4e9", "8 2 2 2", 2.5),
+    "outputs": ("#0072b2", "", 2.5),
     "scratch": ("#cc79a7", "9 3 2 3", 2),
 }
 """Start -> colour, dashes and width of its line. Colours of Okabe and Ito; the dashes tell the lines apart in grey."""

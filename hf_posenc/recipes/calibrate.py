@@ -63,7 +63,7 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         rate: learning rate of the scheme's parameters.
         weight_rate: learning rate of the weights that make queries and keys.
         judge: held-out number by which a change is kept: loss, or the distance of attention to the base's.
-        loss: what the steps match: the attention weights of heads, or their outputs (default: attention, then outputs
+        loss: what the steps match: the outputs of heads, or their attention weights (default: outputs, then attention
             if the model predicts worse).
         step_lengths: window lengths for the steps, in tokens, one after the other (default: --length).
         seed: seed of everything that is random.

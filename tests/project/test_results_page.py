@@ -54,11 +54,11 @@ def test_it_is_current_and_loads_nothing(pages, monkeypatch):
 
 def test_a_row_of_a_calibration_is_what_was_measured():
     runs = measured("calibration_stories260K")["runs"]
-    mine, control = ([runs[f"{name}, seed {n}"] for n in range(3)] for name in ("transformer_xl, attention", "control"))
+    mine, control = ([runs[f"{name}, seed {n}"] for n in range(3)] for name in ("transformer_xl, outputs", "control"))
     last = [run["after"]["250000"] for run in mine]
     apart = [run["512"] - base["after"]["250000"]["512"] for run, base in zip(last, control, strict=True)]
     assert max(mean(run[n] for run in last) for n in ("2048", "4096")) < mean(run["512"] for run in last) + 0.1
-    assert cells("calibration_stories260K", "transformer_xl", "attention") == [
+    assert cells("calibration_stories260K", "transformer_xl", "outputs") == [
         "calibrated",
         "3",
         shown([run["before"]["512"] for run in mine]),
@@ -84,7 +84,7 @@ def test_a_row_of_a_mixture_is_what_was_measured():
     after = {n: mean(run["after"][n] for run in mine) for n in ("256", "512", "1024")}
     assert after["512"] < after["256"] + 0.1 < after["1024"]
     assert cells("mixtures_embedded", "rope", "attention") == [
-        "calibrated",
+        "attention matched",
         "3",
         shown([run["before"]["256"] for run in mine]),
         shown([run["after"]["256"] for run in mine]),
@@ -110,7 +110,7 @@ def test_recall_and_reach(pages, tmp_path):
     (tmp_path / "recall_rotating.json").write_text(json.dumps(results))
 
     (found,) = (each for each in pages.measurements(tmp_path) if each.kind == "recall")
-    row = pages.row(found, "t5", "attention")
+    row = pages.row(found, "t5", "outputs")
     assert [row[name] for name in ("recall_1", "recall_8", "tokens", "reach")] == [0.9, 0.4, 1000, None]
     assert (row["after"].mean, row["apart"].mean) == (1.25, -0.25)
     assert pages.row(found, "t5", "scratch")["after"] is None
