@@ -15,7 +15,7 @@ from .base import ScoreScheme, init
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class CoPE(ScoreScheme):
-    """Positions counted by content: each query decides which tokens count, learned vectors stand for the counts.
+    """Positions counted by content: gates of each query say which tokens count; each count has a vector.
 
     Equations (3) to (6): gates `g_ij = sigmoid(q_i . k_j / sqrt(D))`, positions `p_ij = sum_(t=j..i) g_it`, at most
     `num_positions - 1`, and `softmax_j((q_i . k_j + q_i . e[p_ij]) / sqrt(D))`. Between integers `q_i . e[p]` is

@@ -15,7 +15,7 @@ from .base import ScoreScheme, init
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class Fire(ScoreScheme):
-    """A bias that a network makes of the distance, relative to the position of the query.
+    """A bias that a small network makes of the distance divided by the position of the query.
 
     Equation (5): `softmax_j(q_i . k_j / sqrt(D) + f_h(psi(i - j) / psi(max(L, i))))` with `psi(x) = ln(|c x| + 1)` and
     a network `f` with one hidden layer of ReLUs and one output for each head. `c` and the threshold `L` are trained.

@@ -21,7 +21,7 @@ from .base import TokenScheme, init
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class Forgetting(TokenScheme):
-    """Forget gates, as in the Forgetting Transformer (FoX). They join the positions that their layers have.
+    """Forget gates, as in the Forgetting Transformer (FoX). They act beside the positions that a layer has.
 
     Equation: the token at `t`, whose hidden state `x_t` enters the attention, has a gate for each head,
     `f_t = sigmoid(w . x_t + b)`. The score of query `i` and key `j` gets the bias

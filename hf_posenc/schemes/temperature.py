@@ -29,7 +29,7 @@ LLAMA4_STRENGTH = 0.1
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class Temperature(QueryScheme):
-    """A factor on the queries that grows with their position. It joins the positions that its layers have.
+    """A factor on the queries that grows with their position. It acts beside the positions that a layer has.
 
     With more keys a softmax gets flatter. A factor on the logits keeps it sharp. `n = i + 1` is the number of tokens
     up to the query, `L` is `length`, and `s` is `strength`.

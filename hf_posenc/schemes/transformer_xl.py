@@ -22,7 +22,7 @@ AT_ONCE = 1024
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class TransformerXL(ScoreScheme):
-    """Content and position terms: the position of a key is its distance, as a projected sinusoid.
+    """Content terms, and position terms from a projected sinusoid of the distance.
 
     Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`, size
     E.
