@@ -2,7 +2,7 @@
 """Writes tables from docs/measured. Those of docs/calibrate_measured.md: calibration_*.json, which measure_calibration.py
 makes, check_*.json, which check_calibration.py makes, fine_tuning_*.json, which measure_fine_tuning.py makes, and
 mixtures_*.json, which measure_mixtures.py makes. Those of docs/recall_measured.md: recall_*.json, which
-measure_recall.py makes.
+measure_recall.py makes. That of docs/theory_measured.md: training.json, which measure_training.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import marked
 
 ROOT = Path(__file__).parents[1]
-PAGE, RECALL_PAGE = ROOT / "docs/calibrate_measured.md", ROOT / "docs/recall_measured.md"
+PAGE = ROOT / "docs/calibrate_measured.md"
+OTHER_PAGES = {"recall": ROOT / "docs/recall_measured.md", "training": ROOT / "docs/theory_measured.md"}
+"""First word of the name of a table -> its page; the others are on `PAGE`."""
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {
     "plain": "plain swap",
@@ -206,6 +208,26 @@ def recall(kind: str) -> str:
     return "\n".join(lines)
 
 
+def training() -> str:
+    """The table of small models that were trained from scratch: means over the seeds, and their ranges."""
+    runs = json.loads((ROOT / "docs/measured/training.json").read_text(encoding="utf-8"))["runs"]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for key, run in runs.items():
+        groups.setdefault(key.rpartition(", seed ")[0], []).append(run)
+    head = ["variant", "seeds", "loss at 128", "loss at 512", "mean distance of attention: least, median, most head"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name, each in groups.items():
+        cells = [name, str(len(each))]
+        for length in ("128", "512"):
+            losses = [run["loss"][length] for run in each if length in run["loss"]]
+            spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
+            cells.append(f"{mean(losses):.3f}{spread}" if losses else "")
+        distances = [mean(run["mean_distance_of_heads"][part] for run in each) for part in ("least", "median", "most")]
+        cells.append(", ".join(f"{distance:.0f}" for distance in distances))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def percent(share: float | None) -> str:
     """A share in percent, or nothing where nothing was measured."""
     return "" if share is None else f"{100 * share:.1f}"
@@ -233,9 +255,10 @@ def main() -> int:
     parts |= {f"mixtures {name}": mixtures(name) for name in MIXED}
     for kind in RECALLED:
         parts[f"recall {kind}"] = recall(kind)
+    parts["training"] = training()
     for name, part in parts.items():
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
-        page = RECALL_PAGE if name.startswith("recall") else PAGE
+        page = OTHER_PAGES.get(name.partition(" ")[0], PAGE)
         current &= marked.write(page, begin, f"<!-- end of {name} -->", part, check=check)
     if check and not current:
         print("docs: tables are out of date; run python scripts/make_calibration_tables.py")

@@ -182,7 +182,9 @@ class Pair:
         with self.as_base() as base:
             theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
         ours = self.arguments(tokens)
-        states = observe(self.model, tokens, self.watched) if own_states else theirs
+        read = observe(self.model, tokens, self.watched) if own_states else theirs
+        states = {index: each.layer.hidden_states for index, each in read.items()}
+        del read  # its queries, keys and values
         shift: Tensor | float = 0.0
         if self.base_model.modules.position_table is not None and not own_states:
             shift = _first_hidden_states(self.base_model, tokens) - self._first_hidden_states_of_base(tokens)
@@ -190,7 +192,7 @@ class Pair:
         at_first = on_decoder(self.base_model.modules.decoder).layers.at_first
 
         def hidden_states_of(index: int) -> Tensor:
-            hidden = states[index].layer.hidden_states + shift
+            hidden = states[index] + shift
             if at_first and index:  # computed again for every layer, because gradients are taken layer by layer
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 vectors = first.get_submodule("posenc")(positions).to(hidden)

@@ -43,8 +43,8 @@ class CalibrationArguments(Options):
 
     Args:
         calibrate: fit the scheme, and the projections of queries and keys, to the base's attention before fine-tuning.
-            closed_form: solve equations; attention: then also match attention in steps; none: a plain swap.
-        calibrate_steps: optimizer steps that match attention, on batches of 4 windows.
+            closed_form: solve equations; attention: then also match each layer in steps; none: a plain swap.
+        calibrate_steps: optimizer steps that match each layer, on batches of 4 windows.
         calibrate_windows: windows of the training text to calibrate with, 8 held-out windows included.
         calibrate_length: tokens in a window. Attention is matched at shorter distances; at longer ones transformer_xl
             starts with little weight (default: the length the base was trained at, 256 at most).
@@ -138,7 +138,7 @@ def calibrate(
         seed: seed of the steps.
         loss: function from `loss_at`.
         base_loss: `loss` of the base.
-        state_file: file for the state of the steps that match attention. If it exists, they go on from it.
+        state_file: file for the state of the steps that match each layer. If it exists, they go on from it.
 
     Returns:
         The entry of results.json: divergences by layer, held-out losses, tokens, seconds.
