@@ -197,6 +197,7 @@ def recall(kind: str) -> str:
         summary = measured["summary"][name]
         before, after = summary["before"], summary.get("after", {})
         variant, _, start = name.rpartition(", ")
+        start = "attention matched" if start == "attention" else start
         cells = ["the base" if variant == "base" else f"`{variant}`, {start}", str(len(runs))]
         cells += [percent(before["1x"]), *(percent(after.get(condition)) for condition in CONDITIONS)]
         cells.append("" if variant == "base" else to_base(runs, groups["base, plain"]))

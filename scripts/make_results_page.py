@@ -207,7 +207,7 @@ def _calibration(settings, method, start, run, seeds) -> list[str]:
     rate = {"plain_rate" if start == "plain" else "rate": run["rate"]} if "rate" in run else {}
     only_measured = {} if run.get("after") and start != CONTROL else {"untrained": chosen}
     chosen_runs = {"schemes": name, "starts": chosen, **only_measured, "seeds": seeds}
-    return options(chosen_runs) + options(settings | rate, ("checkpoint", "text", "loss", "judge"))
+    return options(chosen_runs) + options(settings | rate, ("checkpoint", "text"))
 
 
 def _mixtures(settings, method, start, run, seeds) -> list[str]:

@@ -62,7 +62,8 @@ VARIANTS = {
     | BOTH,
     "table": {"rope": "rope", "rope, forgetting": '["rope", "forgetting"]'} | BOTH,
 }
-STARTS = ("plain", "calibrated", "scratch")
+STARTS = ("plain", "calibrated", "attention", "scratch")
+"""`attention` is calibrated, too, but by matching attention instead of what heads read."""
 TIMES = (2, 4, 8, 16)
 """Multiples of the trained length."""
 RATES = (3e-4, 1e-3, 3e-3)
@@ -117,7 +118,8 @@ def swapped(kind: str, name: str, start: str, seed: int, material: tuple[Tensor,
     if start == "plain":
         return model, None
     rows, _ = draw(text, tokens, CALIBRATED_ROWS, torch.Generator().manual_seed(seed))
-    return model, calibrate(model, rows, matching=Matching(steps=25, seed=seed)).kept
+    matching = Matching(steps=25, seed=seed, loss="attention" if start == "attention" else None)
+    return model, calibrate(model, rows, matching=matching).kept
 
 
 def fine_tune(model: PreTrainedModel, material: tuple[Tensor, TaskTokens], count: int, rate: float, seed: int) -> None:
