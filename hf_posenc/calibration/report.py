@@ -109,11 +109,11 @@ class Calibration:
     apart: tuple[float, float] | None = None
 
     def unexpressed(self, least: float = 0.1) -> tuple[int, ...]:
-        """Return the layers whose mean divergence at the end is at least `least`, in nats per query and head.
+        """Return the layers in which no stage brought the mean divergence below `least`, in nats per query and head.
 
-        The scheme cannot express the base's attention in these layers: leave them out of the patch (`layers=`).
+        If such a model also predicts badly, leave these layers out of the patch (`layers=`).
         """
-        return tuple(each.index for each in self.layers if each.after.mean().item() >= least)
+        return tuple(each.index for each in self.layers if min(each.closed.mean(), each.after.mean()).item() >= least)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as values for JSON."""
@@ -135,6 +135,11 @@ class Calibration:
             tried = ", ".join(f"{TRIAL_NAMES[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
             why = "it predicted no better" if self.judge == "loss" else "attention came no closer"
             sentences.append(f"Taken back, because {why}: {tried}.")
+        if self.kept == "outputs" and any(each.after.mean() > each.closed.mean() for each in self.layers):
+            sentences.append(
+                "What the heads read was matched, not their attention. So the divergence can end above that of the "
+                "closed forms."
+            )
         if self.kept == NOTHING:
             sentences.append("Nothing predicted better than the plain swap: the model is as it was.")
         if self.apart is not None and self.apart[1] < CLOSER * self.apart[0]:

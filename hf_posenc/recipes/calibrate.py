@@ -203,8 +203,9 @@ def run(arguments: Arguments) -> Results:
     say(f"{hf_posenc.describe(model)}\n{report}")
     if left := report.unexpressed():
         say(
-            f"Layers {', '.join(map(str, left))} still differ from the base by 0.1 nats per query and head or more. To "
-            "let them keep the base's positions, name only the other layers: --scheme-args layers=..., or JSON"
+            f"No stage brought the attention of layers {', '.join(map(str, left))} closer to the base's than 0.1 nats "
+            "per query and head. To let them keep the base's positions, name only the other layers: --scheme-args "
+            "layers=..., or JSON"
         )
     written = (("saved in", arguments.output), ("numbers in", arguments.json), ("picture in", arguments.plot))
     say(", ".join(f"{what} {path}" for what, path in written if path))

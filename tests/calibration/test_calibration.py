@@ -32,7 +32,7 @@ from hf_posenc.calibration.matching import Matching, output_error
 from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.patch_record import patch_of
-from hf_posenc.modules import Shared
+from hf_posenc.modules import PositionModule, Shared
 from hf_posenc.schemes.t5 import T5
 
 LENGTH = 24
@@ -322,7 +322,9 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
     flags = {n: p.requires_grad for n, p in model.named_parameters()}
     seen = []
     report = calibrate(
-        model, windows(56), matching=Matching(steps=40, weight_rate=3e-3, on_step=lambda *said: seen.append(said))
+        model,
+        windows(56),
+        matching=Matching(steps=40, weight_rate=3e-3, loss="attention", on_step=lambda *said: seen.append(said)),
     )
     assert [step for step, _ in seen] == list(range(1, 41))
     before, closed, after = (
@@ -599,8 +601,8 @@ def test_own_hidden_states_are_what_the_patched_model_computes(family, scheme, o
         found = {index: call.query.transpose(1, 2).flatten(2) for index, call in calls.items()}
         errors = {index: (queries[index][..., : q.shape[-1]] - q).abs().max().item() for index, q in found.items()}
         same[own_states] = [error < 1e-5 for error in errors.values()]
-        if options.get("trainable"):  # vectors at the input are trained by every layer
-            (table,) = (p for name, p in model.named_parameters() if "posenc" in name)
+        if options.get("trainable") and family == "llama":  # vectors at the input are trained by every layer
+            (table,) = {p for each in model.modules() if isinstance(each, PositionModule) for p in each.parameters()}
             assert all(torch.autograd.grad(call.query.sum(), table)[0].any() for call in calls.values())
     assert all(same[True])
     assert not any(same[False][1:])
