@@ -17,12 +17,12 @@ from hf_posenc import Matching, calibrate, patch_model
 model = AutoModelForCausalLM.from_pretrained("gpt2")
 tokenizer = AutoTokenizer.from_pretrained("gpt2")
 tokens = tokenizer(Path("book.txt").read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
-length = min(256, model.config.max_position_embeddings)  # the base is followed where it was trained
+length = min(256, model.config.max_position_embeddings)  # calibrate at a length that the base was trained at
 
 patch_model(model, "transformer_xl", seed=0)
 print(calibrate(model, tokens.unfold(0, length, length)[:400], matching=Matching(steps=50)))
 
-windows = tokens.unfold(0, 4 * length, 4 * length)  # and trained beyond
+windows = tokens.unfold(0, 4 * length, 4 * length)  # train on windows as long as you want to reach
 settings = TrainingArguments(
     "runs/trainer", learning_rate=3e-4, per_device_train_batch_size=4, max_steps=100, save_steps=50, logging_steps=10
 )
