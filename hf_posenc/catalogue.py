@@ -75,11 +75,11 @@ def _special(family: Family) -> tuple[str, ...]:
     queries_grow = bool(rotation.attention_temperature or rotation.parameter_temperature)
     borrows_keys = family.names.attention_borrows is not None
     features = {
-        "layers without attention, through which order flows under every scheme": family.hybrid,
+        "it has layers without attention, which carry order under every scheme": family.hybrid,
         "latent attention": rotation.attention_part is not None,
         "attends in code of its own, which is replaced under every scheme": family.always_replaced,
-        "queries that grow with their position, until a scheme takes the place of its rotation": queries_grow,
-        "its last layers borrow keys and values, and turn their queries as the layers that lend": borrows_keys,
+        "its queries are scaled by position, which every scheme but `rope` turns off": queries_grow,
+        "its last layers use keys and values of earlier layers, and rotate queries as those do": borrows_keys,
         "the number of heads differs by layer": family.names.attention_heads is not None,
     }
     return tuple(clause for clause, holds in features.items() if holds) + ((family.note,) if family.note else ())

@@ -104,7 +104,7 @@ _ROWS = (
         undivided="beside its attention every layer has a state, which would have to travel from shard to shard",
     ),
     # These types have configs of their own, but their models are LLaMA's classes.
-    Family(model_types=("internlm3", "iquestcoder"), note="its models are LLaMA's"),
+    Family(model_types=("internlm3", "iquestcoder"), note="it uses the model classes of LLaMA"),
     # `config.no_rope_layers` has a 1 for each layer that rotates. By default every fourth layer has a 0.
     Family(
         model_types=("smollm3",),
