@@ -26,10 +26,17 @@ WEIGHTS = ("scheme", "query_key", "adapter")
 
 
 def output_error(base: Call, ours: Call) -> Tensor:
-    """Return the mean squared error of the heads' outputs, relative to the mean square of the base's values."""
+    """Return the mean squared error of the heads' outputs, relative to the mean square of the base's values.
+
+    The mean square is that of all processes, so that the mean of their errors is the error of all their windows.
+    """
     ours = with_table(ours)
     total = summed(base, lambda part: (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum())
-    return total / (base.query[..., 0].numel() * base.value.float().square().mean())
+    square = base.value.float().square().mean()
+    if dist.is_initialized():
+        dist.all_reduce(square)
+        square /= dist.get_world_size()
+    return total / (base.query[..., 0].numel() * square)
 
 
 @dataclass(frozen=True)

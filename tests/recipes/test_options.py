@@ -185,6 +185,16 @@ def called(where, name, wanted):
     return look
 
 
+def steps_of_calibration(run):
+    """The second stage takes so many steps, whichever stage the judge keeps."""
+    beside = {"calibrate": "attention", "calibrate_steps": 2}
+    (_, was), module = run.plain(beside), importlib.import_module("hf_posenc.calibration.calibrate")
+    taken = called(lambda _: module, "match", lambda _, __, matching, *___: matching.steps == 3)(run)
+    _, now = run({**beside, "calibrate_steps": 3})
+    assert was != now
+    assert taken()
+
+
 def other_text(run):
     """Another file."""
     path = run.folder / "other.txt"
@@ -350,7 +360,7 @@ TRAINING = {
 }
 CALIBRATION = {
     "calibrate": numbers(calibrate="closed_form"),
-    "calibrate_steps": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_steps=3),
+    "calibrate_steps": steps_of_calibration,
     "calibrate_windows": numbers({"calibrate": "attention", "calibrate_steps": 2}, calibrate_windows=20),
     "calibrate_length": numbers(
         {"calibrate": "attention", "calibrate_steps": 2, "calibrate_windows": 20}, calibrate_length=12
@@ -440,7 +450,7 @@ ROWS = {
         "rate": numbers(rate=0.5),
         "weight_rate": numbers(weight_rate=0.5),
         "judge": refused("--judge must be one of loss, attention", judge="me"),
-        "loss": numbers(loss="outputs"),
+        "loss": numbers(loss="attention"),
         "step_lengths": numbers(step_lengths="4 8"),
         "seed": numbers(seed=5),
         "resume": refused("--resume: there is no", resume=True),
