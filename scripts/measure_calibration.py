@@ -153,8 +153,8 @@ def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, 
 def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed, teacher=None) -> dict[str, dict]:
     """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens.
 
-    On the way only the first length is measured. With a teacher, the divergence from its predictions is added to the
-    loss of the text.
+    On the way only the first length is measured. With a teacher, the mean divergence from its predictions is added to
+    the mean loss of the text, also where it reads a part of each window only (the recipes' `--distill` adds sums).
     """
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)

@@ -303,6 +303,37 @@ def test_training(tmp_path):
 
 
 @pytest.mark.slow
+def test_fine_tuning_after_a_calibration_has_two_targets_and_a_control(script, tiny_checkpoints):
+    """The control is the base before it is trained, the base's predictions change what is learned, nothing runs twice."""
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("\n\n".join("It was a bright cold day in April, and the clocks were striking." for _ in range(150)))
+    few = ("--length", 16, "--lengths", 16, 32, "--calibrate-length", 16, "--calibrate-windows", 12, "--steps", 1)
+    few += ("--tokens", 2048, 20480, "--held-out-tokens", 128, "--json", found)
+    arguments = (tiny_checkpoints / "llama", text, "--schemes", "t5", *few)
+    script("measure_fine_tuning", *arguments)
+    runs = json.loads(found.read_text())["runs"]
+    assert set(runs) == {
+        f"{name}, {target}, seed 0" for name in ("control", "t5") for target in ("text", "text and base")
+    }
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+    ids = [i for part in text.read_text().split("\n\n")[135:] for i in tokenizer(part).input_ids][16 * 16 :]
+    windows = torch.tensor(ids[: 8 * 16]).view(-1, 16)
+    with torch.no_grad():
+        expected = model(windows, labels=windows).loss.item()
+    for target in ("text", "text and base"):
+        run = runs[f"control, {target}, seed 0"]
+        assert run["before"]["16"] == pytest.approx(expected, abs=1e-3)
+        assert run["after"]["20480"]["16"] < run["before"]["16"]
+        losses = run["losses_of_rates"]
+        assert losses[str(run["rate"])] == min(losses.values())
+    assert runs["control, text, seed 0"]["after"] != runs["control, text and base, seed 0"]["after"]
+    assert runs["t5, text, seed 0"]["before"] == runs["t5, text and base, seed 0"]["before"]
+    script("measure_fine_tuning", *arguments)
+    assert json.loads(found.read_text())["runs"] == runs
+
+
+@pytest.mark.slow
 def test_mixtures_are_fine_tuned_with_several_seeds(script, tiny_checkpoints):
     """Losses before are the base's own, differences are paired, and runs that are there are not made again."""
     text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
