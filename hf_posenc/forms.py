@@ -317,6 +317,22 @@ class RelativeKeys(Form):
         }
 
 
+@dataclass(frozen=True)
+class LinearVectors:
+    """Parameters that the vectors by distance of a form are linear in: `r_d = features_d weight`.
+
+    Attributes:
+        features: (N, E) of some distances.
+        weight: (H, E, D), or (1, E, D) if the heads share it: a view of a parameter.
+        position_bias: (H, D) `v` of `RelativeKeys`: the module's own parameter, or another module's values. None for a
+            form without it.
+    """
+
+    features: Tensor
+    weight: Tensor
+    position_bias: Tensor | None = None
+
+
 def is_one_of(form: Form | None, forms: tuple[type[Form], ...]) -> bool:
     """Return whether a scheme's form is an instance of one of these classes; False for a scheme without a form."""
     return isinstance(form, forms)

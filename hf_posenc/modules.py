@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention_call import Call
-from .forms import Content, Form
+from .forms import Content, Form, LinearVectors
 from .positions import require_whole
 from .sinusoids import sinusoids
 
@@ -83,6 +83,17 @@ class ScoreModule(PositionModule):
 
         Args:
             like: tensor with the device of the form, and with the dtype from which `compute_dtype` chooses.
+        """
+        return None
+
+    def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors | None:
+        """Return the parameters that the form's vectors by distance are linear in, or None if there are none.
+
+        Calibration then solves for them. Without this it searches for the parameters of a form with vectors.
+
+        Args:
+            distances: integers (N,).
+            like: tensor with the device and dtype of the features.
         """
         return None
 

@@ -18,7 +18,7 @@ from ..live.eval_mode import evaluation
 from ..live.obstacles import check_unwrapped
 from ..live.patch_record import adapted_parts, alone, without_adapter
 from .candidates import NOISE, hold_tails, try_closed_forms
-from .checks import check_adapter, check_base, check_model, check_tokens
+from .checks import CLOSED_WINDOWS, check_adapter, check_base, check_model, check_tokens, number_of_windows
 from .matching import LOSSES, Matching, Movable, check_counts, check_one_of, match, movable
 from .pair import Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
@@ -32,8 +32,8 @@ def calibrate(
     tokens: Tensor,
     *,
     base: PreTrainedModel | None = None,
-    held_out: int = 8,
-    closed_windows: int = 24,
+    held_out: int | None = None,
+    closed_windows: int | None = None,
     matching: Matching | None = Matching(),  # noqa: B008 - it is frozen
     judge: str = "loss",
     progress: bool = False,
@@ -52,8 +52,10 @@ def calibrate(
             the base was trained at.
         base: the model to imitate: another model of the same type, sizes, vocabulary and dtype. None means the same
             model before its patch.
-        held_out: number of windows, from the end, that are only measured on.
-        closed_windows: largest number of windows that the closed forms average over.
+        held_out: number of windows, from the end, that are only measured on. None means 8 windows, or fewer that hold
+            2,048 tokens, but at least 2.
+        closed_windows: largest number of windows that the closed forms average over. None means 24 windows, or fewer
+            that hold 6,144 tokens.
         matching: settings of the second stage; None leaves it out.
         judge: the measure on the held-out windows that decides. `loss`: the language-model loss. A stage that raises it
             by more than 0.01 nats is taken back. If the heads' own forms predict worse than one form for all heads, all
@@ -80,7 +82,8 @@ def calibrate(
         raise TypeError(_unknown_keyword_message(name))
     if matching is not None and not isinstance(matching, Matching):
         raise ValueError(f"matching must be a Matching, or None for closed forms alone, not {matching!r}")
-    check_counts(closed_windows=closed_windows, held_out=held_out)
+    given = {"closed_windows": closed_windows, "held_out": held_out}
+    check_counts(**{name: number for name, number in given.items() if number is not None})
     check_one_of("judge", judge, JUDGES)
     check_unwrapped(model, "calibrate the model")
     inner = without_adapter(model)
@@ -88,7 +91,8 @@ def calibrate(
     adapted = inner is not model or bool(adapted_parts(inner))
     if adapted:
         check_adapter(inner, moves_weights=matching is not None and matching.weights == "query_key")
-    check_tokens(tokens, inner, held_out)
+    held_out = check_tokens(tokens, inner, held_out)
+    closed_windows = number_of_windows(closed_windows, CLOSED_WINDOWS, tokens.shape[1])
     if matching is not None:
         matching.check_length(tokens.shape[1])
         matching = replace(matching, weights=matching.weights or ("adapter" if adapted else "query_key"))

@@ -17,11 +17,11 @@ from .closed_forms import (
     MeanRotation,
     Target,
     coefficients,
-    fit,
     mean_rotation_of,
     takes_queries,
     target_of,
 )
+from .fitting import fit
 from .pair import Pair, Values, copied, parameters_of, put
 from .state import FirstStage
 

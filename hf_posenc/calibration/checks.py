@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +21,11 @@ GIVE_BASE = "give the base, calibrate(model, tokens, base=...)"
 ADAPTER_EFFECT = 1e-3
 """An adapter that changes the logits by more than this, relative to their norm, counts as trained. Some untrained
 adapters add rounding."""
+
+
+HELD_OUT, CLOSED_WINDOWS = (8, 2048), (24, 6144)
+"""Held-out windows, and those that closed forms average over, where the caller gives no number: so many windows, or
+fewer that hold so many tokens. Both measure tokens, so that long windows need not be many."""
 
 
 def check_model(inner: PreTrainedModel) -> Patch:
@@ -71,8 +78,14 @@ def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
         )
 
 
-def check_tokens(tokens: object, model: PreTrainedModel, held_out: int) -> None:
-    """Check windows of tokens.
+def number_of_windows(given: int | None, default: tuple[int, int], length: int) -> int:
+    """Return how many windows of this length to read: the number given, or the default, but at least 2."""
+    most, enough = default
+    return min(most, max(2, math.ceil(enough / length))) if given is None else given
+
+
+def check_tokens(tokens: object, model: PreTrainedModel, held_out: int | None) -> int:
+    """Check windows of tokens, and return how many of them are held out: `held_out`, or the default for None.
 
     Raises:
         ValueError: if they are not windows of token ids of the model's vocabulary, or too few.
@@ -87,6 +100,7 @@ def check_tokens(tokens: object, model: PreTrainedModel, held_out: int) -> None:
         )
     if tokens.shape[1] < 2:
         raise ValueError("tokens must be integers (windows, length) with a length of at least 2, not 1")
+    held_out = number_of_windows(held_out, HELD_OUT, tokens.shape[1])
     if len(tokens) <= held_out:
         raise ValueError(f"{len(tokens)} windows are too few: {held_out} are held out, and at least one more is needed")
     count = model.get_input_embeddings().weight.shape[0]
@@ -96,6 +110,7 @@ def check_tokens(tokens: object, model: PreTrainedModel, held_out: int) -> None:
             f"tokens hold the id {least if least < 0 else most}, and the model's vocabulary has the ids 0 to "
             f"{count - 1}: use the model's own tokenizer"
         )
+    return held_out
 
 
 def check_head(model: PreTrainedModel) -> None:

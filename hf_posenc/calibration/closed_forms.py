@@ -1,12 +1,11 @@
 """Closed forms: fit a scheme's parameters, and rotate queries, to imitate the mean effect of a base's positions.
 
-The target at every distance has a closed form: a mean, or the solution of least squares. A search that reads no text
-then fits the scheme's parameters to it.
+The target at every distance has a closed form: a mean, or the solution of least squares. `fitting` then fits the
+scheme's parameters to it, without reading text.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,24 +25,6 @@ VECTORS = (ClippedVectors, RelativeKeys)
 
 WAVES = (RelativeKeys,)
 """Forms whose vectors are sums of waves. Every distance has a vector of its own, and there is no largest distance."""
-
-TAIL = 4
-"""Windows of T tokens have T distances. A curve is fitted at `TAIL * T` distances. The target of those beyond T, the
-tail, is the mean target of the last quarter of the T distances."""
-
-REACH = 16
-"""Vectors made of waves are fitted up to distance `REACH * T`. Without targets there they could take any value."""
-
-FALL = 2
-"""Slope of the tail of vectors made of waves. The target of a score falls by `FALL * log(d / T)` at a distance d > T.
-If only positions counted, all keys beyond T would then weigh less than T keys at the end of the windows: `sum_(d > T)
-(T / d)^2 < T`."""
-
-TAIL_WEIGHT = 1e-3
-"""Weight of a distance in the tail, relative to the mean weight of the T distances of the windows."""
-
-STEPS = 100
-"""Largest number of steps in the search for a scheme's parameters. Most searches end earlier."""
 
 RIDGE = 1e-4
 """Ridge of the least squares by queries, relative to the mean square of a coordinate of the queries."""
@@ -178,7 +159,7 @@ def target_of(module: ScoreModule, like: Tensor, sums: DistanceSums) -> Target:
     - A factor `f` minimises the squares of the base's score minus `f q . k`.
     - A vector `v` minimises the squares of what the base's positions add minus `q . v`.
     """
-    form, weights = _form_of(module, like), sums.pairs.expand_as(sums.difference)
+    form, weights = form_of(module, like), sums.pairs.expand_as(sums.difference)
     one = torch.ones(len(weights), 1, 1, dtype=torch.float64, device=weights.device)
     if form.multiplies:
         return Target((sums.product / sums.square.clamp(min=1e-12))[..., None], sums.square, one)
@@ -193,115 +174,11 @@ def target_of(module: ScoreModule, like: Tensor, sums: DistanceSums) -> Target:
     return Target(torch.linalg.solve(metric, mean.mT).mT, weights, metric, last_factor)
 
 
-def _form_of(module: ScoreModule, like: Tensor) -> Form:
+def form_of(module: ScoreModule, like: Tensor) -> Form:
+    """Return the form of a module that has one."""
     form = module.form(like)
     assert form is not None
     return form
-
-
-def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
-    """Fit a module's parameters to coefficients, by least squares in float64.
-
-    Every head has a free constant, because the softmax ignores it. The first search includes a tail of distances beyond
-    those of the windows, with a small weight. Curves are then fitted again without the tail. So the tail decides only
-    parameters that have no effect at the distances of the windows.
-
-    Args:
-        module: module of a scheme.
-        like: empty tensor with the device and dtype of the queries.
-        targets: the targets of the layers that the module serves.
-    """
-    wide_module = copy.deepcopy(module).double()
-    if not any(each.requires_grad for each in wide_module.parameters()):
-        return
-    wide = like.double()
-    heads, seen, _ = targets[0].values.shape
-    _search(wide_module, wide, targets, tail=TAIL_WEIGHT)
-    if not takes_queries(wide_module.form(wide)):  # vectors need the tail: without it they diverge at greater distances
-        _search(wide_module, wide, targets, tail=None)
-    initial = [each.detach().clone() for each in module.parameters()]
-    with torch.no_grad():
-        for parameter, fitted in zip(module.parameters(), wide_module.parameters(), strict=True):
-            parameter.copy_(fitted)
-        distances, _ = _fit_distances(_form_of(wide_module, wide), seen, wide.device)
-        values = coefficients(module, like, distances, heads)
-        assert values is not None
-        if not torch.isfinite(values).all():  # the search diverged
-            for parameter, before in zip(module.parameters(), initial, strict=True):
-                parameter.copy_(before)
-
-
-def _search(module: ScoreModule, like: Tensor, targets: list[Target], *, tail: float | None) -> None:
-    """Search for the parameters of a module, starting from their present values.
-
-    Args:
-        module: the module, in float64.
-        like: empty float64 tensor on the device of the queries.
-        targets: the targets of the layers that the module serves.
-        tail: weight of the distances in the tail; None leaves them out.
-    """
-    form = _form_of(module, like)
-    heads, seen, _ = targets[0].values.shape
-    distances, counts = _fit_distances(form, seen, like.device)
-    if tail is None:
-        distances, counts = distances[:seen], counts[:seen]
-    wanted = torch.stack([_with_tail(each, distances) for each in targets])
-    weights = torch.stack([each.weights for each in targets])
-    tail_weights = weights.mean(-1, keepdim=True) * counts[seen:] * (tail or 0.0)
-    weights = torch.cat([weights, tail_weights], -1)
-    weights = weights / weights.sum(-1, keepdim=True)
-    metric = torch.stack([each.metric for each in targets])
-    optimizer = torch.optim.LBFGS(
-        [each for each in module.parameters() if each.requires_grad],
-        max_iter=STEPS,
-        history_size=STEPS // 2,
-        tolerance_grad=1e-14,
-        tolerance_change=1e-16,
-        line_search_fn="strong_wolfe",
-    )
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        present = coefficients(module, like, distances, heads)
-        assert present is not None
-        error = present - wanted
-        if not form.multiplies:
-            error = error - (weights[..., None] * error).sum(-2, keepdim=True)
-        value = (weights * ((error @ metric) * error).sum(-1)).sum()
-        if (vectors := _form_of(module, like).value_table) is not None:
-            value = value + vectors.square().sum()  # scores do not determine vectors that are added to values
-        value.backward()
-        return value
-
-    optimizer.step(loss)
-
-
-def _fit_distances(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the distances that a form is fitted at, (M,), and how many distances each of them stands for.
-
-    The distances of the windows come first, then the tail. For vectors made of waves a few distances are enough in the
-    tail: the windows already determine the fast waves.
-    """
-    if is_one_of(form, WAVES):
-        ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
-        beyond = torch.unique(ends.round().long())
-        distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])
-        return distances, torch.cat([torch.ones(seen, device=device), beyond.diff()])
-    return torch.arange(TAIL * seen, device=device), torch.ones(TAIL * seen, device=device)
-
-
-def _with_tail(target: Target, distances: Tensor) -> Tensor:
-    """Return the coefficients of a target, (H, M, C), continued beyond the distances of the windows.
-
-    The tail has the mean coefficients of the last quarter of the windows' distances. For vectors made of waves, their
-    score also falls with the distance, see `FALL`.
-    """
-    seen = target.values.shape[1]
-    beyond = distances[seen:]
-    tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
-    if target.last_factor is not None:
-        tail[..., -1] -= FALL * (beyond / seen).log() / target.last_factor[:, None]
-    return torch.cat([target.values, tail], 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ queries

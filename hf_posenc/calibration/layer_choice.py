@@ -100,8 +100,8 @@ def choose_layers(
     tokens: Tensor,
     scheme: str | Scheme = "nope",
     *,
-    held_out: int = 8,
-    closed_windows: int = 24,
+    held_out: int | None = None,
+    closed_windows: int | None = None,
     matching: Matching | None = None,
     seed: int = 0,
     progress: bool = False,
@@ -119,8 +119,8 @@ def choose_layers(
         tokens: (N, T) int64 or int32, as for `calibrate`: at least `held_out + 1` windows of text without padding, up
             to the length that the base was trained at. T is at least 4.
         scheme: a name, or a `Scheme` instance without `layers`.
-        held_out: number of windows, from the end, that the costs are measured on.
-        closed_windows: largest number of windows that the closed forms average over.
+        held_out: number of windows, from the end, that the costs are measured on; None as in `calibrate`.
+        closed_windows: largest number of windows that the closed forms average over; None as in `calibrate`.
         matching: settings of the second stage of each calibration; None leaves it out.
         seed: seed of new parameters that start at random.
         progress: show a progress bar of layers.
@@ -141,10 +141,11 @@ def choose_layers(
         raise TypeError("choose_layers ranks the layers for one scheme, not for a list of them")
     if parsed.layers is not None:
         raise ValueError(f"choose_layers ranks the layers itself: leave out layers={parsed.layers!r}")
-    check_counts(closed_windows=closed_windows, held_out=held_out)
+    given = {"closed_windows": closed_windows, "held_out": held_out}
+    check_counts(**{name: number for name, number in given.items() if number is not None})
     check_unwrapped(model, "rank its layers")
     check_head(model)
-    check_tokens(tokens, model, held_out)
+    held_out = check_tokens(tokens, model, held_out)
     if tokens.shape[1] < 4:
         raise ValueError(
             f"tokens must be windows of at least 4 tokens, not {tokens.shape[1]}: `recall` repeats the first half of "

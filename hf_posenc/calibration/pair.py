@@ -133,6 +133,7 @@ class Pair:
         self.watched = sorted({*self.layers, *(self.lenders[layer] for layer in self.layers if layer in self.lenders)})
         self.bar = tqdm(disable=True)
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
+        self._base_losses: list[float] = []
         self.base_values: Values = []
         with self.as_base() as unpatched:
             longest = BaseModel.of(unpatched).length
@@ -281,25 +282,26 @@ class Pair:
 
         Args:
             values: the values of the replaced parameters.
-            limit: a loss that is surely above the limit becomes infinity, without a reading of the remaining windows.
+            limit: a loss above the limit becomes infinity. The remaining windows are not read once the loss would be
+                above it even if the model predicted them as well as the base, whose loss must be known by then.
         """
+        total = 0.0
         with _with_values(values):
-            return self._loss(self.model, limit)
+            for i, window in enumerate(self.held):
+                total += _loss_of_window(self.model, window)
+                if total + sum(self._base_losses[i + 1 :]) > limit * len(self.held):
+                    total = math.inf
+                    break
+        return self._mean_loss(total)
 
     @torch.no_grad()
     def loss_of_base(self) -> float:
         """Return the base's mean next-token loss on the held-out windows, in nats."""
         with self.as_base() as base:
-            return self._loss(base)
+            self._base_losses = [_loss_of_window(base, window) for window in self.held]
+        return self._mean_loss(sum(self._base_losses))
 
-    def _loss(self, model: PreTrainedModel, limit: float = math.inf) -> float:
-        total = 0.0
-        for window in self.held:
-            if total > limit * len(self.held):
-                total = math.inf
-                break
-            logits = model(window[None], use_cache=False).logits[0, :-1].float()
-            total += F.cross_entropy(logits, window[1:]).item()
+    def _mean_loss(self, total: float) -> float:
         mean = [total / len(self.held)]
         if dist.is_initialized():
             dist.broadcast_object_list(mean)
@@ -452,6 +454,12 @@ class Pair:
         projections = {module for module, output in outputs if output.equal(query)}
         parameters = [p for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
         return parameters, projections.pop() if len(projections) == 1 else None
+
+
+def _loss_of_window(model: PreTrainedModel, window: Tensor) -> float:
+    """Return the mean next-token loss of a window (T,), in nats."""
+    logits = model(window[None], use_cache=False).logits[0, :-1].float()
+    return F.cross_entropy(logits, window[1:]).item()
 
 
 def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:

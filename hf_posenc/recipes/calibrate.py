@@ -22,6 +22,7 @@ from hf_posenc import Calibration, Matching
 
 from ..analysis import plots
 from ..calibration.calibrate import JUDGES
+from ..calibration.checks import HELD_OUT, number_of_windows
 from ..calibration.matching import LOSSES
 from ..checkpoints import files
 from ..checkpoints.scheme_entry import STAGES
@@ -55,7 +56,8 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
         resume: go on with an interrupted run of the same arguments.
         length: tokens in a window of the text (default: the length the base was trained at, 512 at most).
         windows: windows to use, held-out ones included; by default all that the text has.
-        held_out: number of windows that nothing is fitted on. They decide what is kept, and measure the result.
+        held_out: number of windows that nothing is fitted on. They decide what is kept, and measure the result
+            (default: 8, or fewer that hold 2,048 tokens, but at least 2).
         stage: closed_form for closed forms alone, attention for optimizer steps after them.
         weights: what the steps train. scheme: the scheme's parameters; query_key: also the projections of queries and
             keys.
@@ -76,7 +78,7 @@ class Arguments(SchemeArguments, ModelArguments, DeviceArguments, TextArguments)
     resume: bool = False
     length: Length | None = field(default=None, metadata={"guesses": ("train_length", "calibrate_length")})
     windows: Count | None = None
-    held_out: Count = 8
+    held_out: Count | None = None
     stage: Annotated[str, STAGES] = "attention"
     weights: Annotated[str, TRAINED] = "query_key"
     steps: Count = Matching.steps
@@ -189,11 +191,12 @@ def run(arguments: Arguments) -> Results:
     model = models.load_named(AutoModelForCausalLM, arguments, dtype=models.dtype_of(arguments))
     with as_usage_error(f"--model {arguments.model}: ", ValueError, hf_posenc.HfPosencError):
         model = hf_posenc.patch_model(model, schemes, seed=arguments.seed).to(device)
+    held_out = number_of_windows(arguments.held_out, HELD_OUT, windows.shape[1])
     say(
-        f"Calibrating with {len(windows) - arguments.held_out:,} windows of {arguments.length:,} tokens, and "
-        f"{arguments.held_out:,} held out, on {device}; closed forms come first"
+        f"Calibrating with {len(windows) - held_out:,} windows of {arguments.length:,} tokens, and {held_out:,} held "
+        f"out, on {device}; closed forms come first"
     )
-    matching, held_out, judge = arguments.matching(), arguments.held_out, arguments.judge
+    matching, judge = arguments.matching(), arguments.judge
     with as_usage_error("", ValueError):
         report = calibrate_interruptibly(accelerator, model, windows, held_out=held_out, matching=matching, judge=judge)
     if accelerator.is_main_process:
@@ -221,12 +224,13 @@ def text_windows(arguments: Arguments, tokenizer: PreTrainedTokenizerBase, accel
         tokens = stream(corpus.documents(tokenizer, arguments, None, max_tokens)).tokens
     count = len(tokens) // length
     used = count if wanted is None else wanted
+    held_out = number_of_windows(arguments.held_out, HELD_OUT, length)
     if used > count:
         raise UsageError(f"{corpus.describe(arguments)} has {count} windows of {length} tokens, {used} were asked for")
-    if used <= arguments.held_out:
+    if used <= held_out:
         raise UsageError(
             f"{used} windows of {length} tokens from {corpus.describe(arguments)} are too few: --held-out takes "
-            f"{arguments.held_out}, and at least one more is needed to calibrate with"
+            f"{held_out}, and at least one more is needed to calibrate with"
         )
     return tokens[: used * length].view(used, length)
 

@@ -17,6 +17,7 @@ import hf_posenc
 from hf_posenc import Calibration, Matching
 
 from ..calibration.calibrate import record_calibration
+from ..calibration.checks import HELD_OUT, number_of_windows
 from ..calibration.report import NOTHING, HeldOutLoss
 from .corpus import Document, Text, Windows, order
 from .measurements import held_out_loss
@@ -28,8 +29,6 @@ METHODS = ("attention", "closed_form", "none")
 MAX_DEFAULT_LENGTH = 256
 """Upper limit of the default window length, in tokens. Short windows cost less, and suffice for a model that looks no
 further back."""
-HELD_OUT = 8
-"""Number of windows that nothing is fitted on."""
 CALIBRATED_RATE, PLAIN_RATE = 3e-4, 1e-3
 """Default peak learning rates of fine-tuning. The rate that a plain swap needs would undo a calibration within a few
 steps."""
@@ -45,14 +44,14 @@ class CalibrationArguments(Options):
         calibrate: fit the scheme, and the projections of queries and keys, to the base's attention before fine-tuning.
             closed_form: solve equations; attention: then also match each layer in steps; none: a plain swap.
         calibrate_steps: optimizer steps that match each layer, on batches of 4 windows.
-        calibrate_windows: windows of the training text to calibrate with, 8 held-out windows included.
+        calibrate_windows: windows of the training text to calibrate with, up to 8 held-out windows included.
         calibrate_length: tokens in a window. Attention is matched at shorter distances; at longer ones transformer_xl
             starts with little weight (default: the length the base was trained at, 256 at most).
     """
 
     calibrate: Annotated[str, METHODS] = "attention"
     calibrate_steps: Count = 50
-    calibrate_windows: Annotated[int, Limit(HELD_OUT + 1)] = 400
+    calibrate_windows: Annotated[int, Limit(HELD_OUT[0] + 1)] = 400
     calibrate_length: Length | None = None
 
 
@@ -78,10 +77,11 @@ def windows(train: list[Document], trained_length: int, arguments: CalibrationAr
             f"and can be imitated up to that length: give {trained_length} or less"
         )
     all_windows = Windows(train, length, "concatenate")
-    if len(all_windows) <= HELD_OUT:
+    held_out = number_of_windows(None, HELD_OUT, length)
+    if len(all_windows) <= held_out:
         raise UsageError(
             f"--calibrate {arguments.calibrate}: the training text has {all_windows.total:,} tokens, but "
-            f"{HELD_OUT + 1} windows of {length} are needed: give more text, or --calibrate none"
+            f"{held_out + 1} windows of {length} are needed: give more text, or --calibrate none"
         )
     return all_windows.tokens[order(seed, len(all_windows), 0, min(arguments.calibrate_windows, len(all_windows)))]
 
@@ -101,7 +101,7 @@ def calibrate_interruptibly(
     model: nn.Module,
     tokens: Tensor,
     *,
-    held_out: int,
+    held_out: int | None = None,
     matching: Matching | None,
     judge: str = "loss",
 ) -> Calibration:
@@ -156,7 +156,7 @@ def calibrate(
     seconds: dict[str, float] = {}
     try:
         with stopwatch(seconds, "seconds"):
-            report = calibrate_interruptibly(accelerator, model, tokens, held_out=HELD_OUT, matching=matching)
+            report = calibrate_interruptibly(accelerator, model, tokens, matching=matching)
     except (ValueError, hf_posenc.HfPosencError) as error:
         raise UsageError(
             f"--calibrate {arguments.calibrate}: {error}; --calibrate none leaves the calibration out"

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dims import Dims
-from ..forms import ClippedVectors
+from ..forms import ClippedVectors, LinearVectors
 from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
 from .base import ScoreScheme, init
@@ -74,3 +75,9 @@ class ClippedDistanceVectors(ScoreModule):
 
     def form(self, like: Tensor) -> ClippedVectors:
         return ClippedVectors(self.key_embeddings, self.value_embeddings)
+
+    def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors:
+        """Return the table of keys: a distance chooses one of its rows, see `ScoreModule.linear_vectors`."""
+        rows, size = self.key_embeddings.shape[-2:]
+        features = F.one_hot(distances.clamp(max=rows - 1), rows).to(like)
+        return LinearVectors(features, self.key_embeddings.view(-1, rows, size))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..dims import Dims
 from ..dtypes import compute_dtype
-from ..forms import RelativeKeys
+from ..forms import LinearVectors, RelativeKeys
 from ..modules import PositionModule, Reference, ScoreModule, parameter
 from ..registry import register_scheme
 from ..sinusoids import geometric_frequencies, sinusoids
@@ -121,6 +121,12 @@ class RelativeSinusoids(ScoreModule):
 
         return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids, rows)
 
+    def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors:
+        """Return `W` and `v`; the features of a distance are its sinusoids, see `ScoreModule.linear_vectors`."""
+        weight = self.position_projection.view(self.dims.num_heads, self.dims.head_dim, -1)
+        bias = self.biases(like)[1] if self.position_bias is None else self.position_bias
+        return LinearVectors(self._sinusoids(distances, like), weight.mT, bias)
+
     def kept_sinusoids(self, count: int, like: Tensor) -> Tensor:
         """Return the cached `W R_d` of distances 0 .. count-1, (H, count, D), in the dtype of `like`, no gradients."""
         wide = like.new_empty(0, dtype=compute_dtype(like))
@@ -153,10 +159,14 @@ class RelativeSinusoids(ScoreModule):
 
     def _projected(self, distances: Tensor, like: Tensor) -> Tensor:
         """Return `W R_d` of distances (N,), as (N, H D) in the dtype of `like`."""
+        return self._sinusoids(distances, like) @ self.position_projection.to(like.dtype).T
+
+    def _sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
+        """Return `R_d` of distances (N,), as (N, E) in the dtype of `like`."""
         size = self.dims.hidden_size
         frequencies = geometric_frequencies(size, 10000.0, like.device)
         sines, cosines = sinusoids(distances, frequencies)
-        return torch.cat([sines, cosines], -1)[:, :size].to(like.dtype) @ self.position_projection.to(like.dtype).T
+        return torch.cat([sines, cosines], -1)[:, :size].to(like.dtype)
 
     def _by_head(self, projected: Tensor) -> Tensor:
         """Return (N, H D) as (H, N, D)."""

@@ -24,10 +24,10 @@ from hf_posenc.calibration.closed_forms import (
     DistanceSums,
     Target,
     coefficients,
-    fit,
     mean_rotation_of,
     target_of,
 )
+from hf_posenc.calibration.fitting import fit
 from hf_posenc.calibration.matching import Matching, output_error
 from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair

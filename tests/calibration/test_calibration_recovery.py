@@ -8,7 +8,8 @@ from families import tiny, tokens
 from positioned import positioned
 
 from hf_posenc import Matching, calibrate, patch_model
-from hf_posenc.calibration.closed_forms import fit, target_of
+from hf_posenc.calibration.closed_forms import target_of
+from hf_posenc.calibration.fitting import fit
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.patch_record import patch_of
 from hf_posenc.schemes.alibi import Alibi

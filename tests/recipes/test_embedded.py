@@ -69,7 +69,7 @@ def test_nothing_is_computed_in_bfloat16(embedded, text, tmp_path, monkeypatch):
 
     monkeypatch.setattr(one_run, "byte_model", first_layer)
     monkeypatch.setattr(one_run, "sample", lambda model, tokenizer: embedded.sample(model, tokenizer, tokens=2))
-    monkeypatch.setattr(importlib.import_module("hf_posenc.calibration.closed_forms"), "STEPS", 1)
+    monkeypatch.setattr(importlib.import_module("hf_posenc.calibration.fitting"), "STEPS", 1)
     monkeypatch.setattr(one_run, "check_patch", lambda *_: None)  # patches and verifies once more
     with NoBfloat16() as mode:
         results = recipe.main(words(text, tmp_path / "out"))

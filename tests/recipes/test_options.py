@@ -561,7 +561,7 @@ def test_numbers_in_a_help_text_are_those_of_the_code(recipes, recipe):
     said = meanings(module_of(recipe).Arguments)
     for name, number in (
         ("calibrate_steps", f"on batches of {Matching.batch_size} windows"),
-        ("calibrate_windows", f"{calibrating.HELD_OUT} held-out windows"),
+        ("calibrate_windows", f"{calibrating.HELD_OUT[0]} held-out windows"),
         ("calibrate_length", f"{calibrating.MAX_DEFAULT_LENGTH} at most"),
         ("find_learning_rate", f"for {rates.TRIAL_STEPS} steps"),
         ("length", f"{module_of('calibrate').DEFAULT_LENGTH} at most"),

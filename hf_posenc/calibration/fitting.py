@@ -1,0 +1,256 @@
+"""Fit a scheme's parameters to the coefficients that closed forms want at every distance.
+
+Parameters that the vectors by distance are linear in are solved for. All others are searched for in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..forms import Form, is_one_of
+from ..modules import ScoreModule
+from .closed_forms import WAVES, Target, coefficients, form_of, takes_queries
+
+TAIL = 4
+"""Windows of T tokens have T distances. A curve is fitted at `TAIL * T` distances. The target of those beyond T, the
+tail, is the mean target of the last quarter of the T distances."""
+
+REACH = 16
+"""Vectors made of waves are fitted up to distance `REACH * T`. Without targets there they could take any value."""
+
+FALL = 2
+"""Slope of the tail of vectors made of waves. The target of a score falls by `FALL * log(d / T)` at a distance d > T.
+If only positions counted, all keys beyond T would then weigh less than T keys at the end of the windows: `sum_(d > T)
+(T / d)^2 < T`."""
+
+TAIL_WEIGHT = 1e-3
+"""Weight of a distance in the tail, relative to the mean weight of the T distances of the windows."""
+
+STEPS = 100
+"""Largest number of steps in the search for a scheme's parameters. Most searches end earlier."""
+
+FEATURE_RIDGE = 1e-2
+"""Ridge of a weight that projects sinusoids, relative to the mean square of a feature. Sinusoids of neighbouring
+frequencies are nearly equal at the distances of the windows; without it the weight would be huge."""
+
+ROW_RIDGE = 1e-9
+"""The same for a table with one vector per distance. It only decides what is added to all vectors of a head alike."""
+
+BIAS_RIDGE = 1e-3
+"""Ridge of `v` of `RelativeKeys`. A coordinate as large as those of the queries costs this share of the squares of the
+last coefficients."""
+
+
+def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
+    """Fit a module's parameters to coefficients, by least squares in float64.
+
+    Every head has a free constant, because the softmax ignores it. A tail of distances beyond those of the windows
+    counts as well, with a small weight. Curves are then fitted again without the tail. So the tail decides only
+    parameters that have no effect at the distances of the windows.
+
+    Args:
+        module: module of a scheme.
+        like: empty tensor with the device and dtype of the queries.
+        targets: the targets of the layers that the module serves.
+    """
+    wide_module = copy.deepcopy(module).double()
+    if not any(each.requires_grad for each in wide_module.parameters()):
+        return
+    wide = like.double()
+    heads, seen, _ = targets[0].values.shape
+    problem = _problem(form_of(wide_module, wide), targets, wide.device)
+    if not _solve(wide_module, wide, problem):
+        _search(wide_module, wide, problem)
+        if not takes_queries(wide_module.form(wide)):  # without the tail, vectors diverge at greater distances
+            _search(wide_module, wide, problem.without_tail())
+    initial = [each.detach().clone() for each in module.parameters()]
+    with torch.no_grad():
+        for parameter, fitted in zip(module.parameters(), wide_module.parameters(), strict=True):
+            parameter.copy_(fitted)
+        distances, _ = _fit_distances(form_of(wide_module, wide), seen, wide.device)
+        values = coefficients(module, like, distances, heads)
+        assert values is not None
+        if not torch.isfinite(values).all():  # the search diverged
+            for parameter, before in zip(module.parameters(), initial, strict=True):
+                parameter.copy_(before)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Weighted least squares for the coefficients of the S layers that a module serves, at M distances.
+
+    Attributes:
+        distances: (M,) those of the windows, then those of the tail.
+        seen: number of distances of the windows.
+        wanted: (S, H, M, C) coefficients to fit.
+        weights: (S, H, M) weight of each distance; they sum to 1.
+        metric: (S, H, C, C) see `Target`.
+    """
+
+    distances: Tensor
+    seen: int
+    wanted: Tensor
+    weights: Tensor
+    metric: Tensor
+
+    def without_tail(self) -> _Problem:
+        """Return the same problem at the distances of the windows alone."""
+        weights = self.weights[..., : self.seen]
+        weights = weights / weights.sum(-1, keepdim=True)
+        return replace(
+            self, distances=self.distances[: self.seen], wanted=self.wanted[..., : self.seen, :], weights=weights
+        )
+
+
+def _problem(form: Form, targets: list[Target], device: torch.device) -> _Problem:
+    """Return the problem that a module of this form is fitted to, from the targets of the layers that it serves."""
+    seen = targets[0].values.shape[1]
+    distances, counts = _fit_distances(form, seen, device)
+    weights = torch.stack([each.weights for each in targets])
+    tail_weights = weights.mean(-1, keepdim=True) * counts[seen:] * TAIL_WEIGHT
+    weights = torch.cat([weights, tail_weights], -1)
+    return _Problem(
+        distances,
+        seen,
+        torch.stack([_with_tail(each, distances) for each in targets]),
+        weights / weights.sum(-1, keepdim=True),
+        torch.stack([each.metric for each in targets]),
+    )
+
+
+def _solve(module: ScoreModule, like: Tensor, problem: _Problem) -> bool:
+    """Solve for parameters that the vectors by distance are linear in. Return False if the module has none that train.
+
+    The ridges pull towards the present values. So values that the problem does not determine stay what they are.
+
+    Args:
+        module: the module, in float64.
+        like: empty float64 tensor on the device of the queries.
+        problem: what to fit.
+    """
+    form, vectors = form_of(module, like), module.linear_vectors(problem.distances, like)
+    weights = problem.weights[0, 0]
+    if vectors is None or not vectors.weight.requires_grad:
+        return False
+    if not torch.allclose(problem.weights, weights):  # layers with different windows share the module
+        return False
+    with torch.no_grad():
+        heads, metric = problem.wanted.shape[1], problem.metric
+        weight, bias = vectors.weight.mT.expand(heads, -1, -1), vectors.position_bias
+        bias = weight.new_zeros(weight.shape[:2]) if bias is None else bias.detach()
+        features = vectors.features - weights @ vectors.features  # every head has a free constant
+        wanted = problem.wanted - (weights[:, None] * problem.wanted).sum(-2, keepdim=True)
+        weighted = weights[:, None] * features
+        moments = weighted.T @ features
+        ridge = FEATURE_RIDGE if is_one_of(form, WAVES) else ROW_RIDGE
+        ridged = _with_ridge(moments, ridge * moments.diagonal().mean())
+        # First the coefficients without the condition that the last one is `v . r_d`: features -> (S, H, C, E).
+        present = _with_last(weight, bias)
+        best = present + torch.linalg.solve(ridged, (wanted.mT @ weighted - present @ moments).mT).mT
+        own = vectors.position_bias
+        if isinstance(own, nn.Parameter) and own.requires_grad and len(metric) == 1:
+            bias = _position_bias(bias, best[0] @ ridged @ best[0].mT, metric[0])
+            own.copy_(bias)
+        # Then the vectors whose coefficients, with this `v`, come closest to them.
+        by_vector = _with_last(torch.eye(bias.shape[-1]).to(bias).expand(heads, -1, -1), bias)
+        products = metric @ by_vector
+        normal, right = by_vector.mT @ products, products.mT @ best
+        shared = (0, 1) if len(vectors.weight) == 1 else (0,)
+        normal, right = (each.sum(shared, keepdim=True)[0] for each in (normal, right))
+        vectors.weight.detach().copy_(torch.linalg.solve(normal, right).mT)
+        if (table := form.value_table) is not None:
+            table.zero_()  # scores do not determine vectors that are added to values
+    return True
+
+
+def _with_last(vectors: Tensor, bias: Tensor) -> Tensor:
+    """Append the last coefficient, `v . r`, to vectors in columns: (H, D, N) and `v` (H, D) -> (H, D + 1, N)."""
+    return torch.cat([vectors, bias[:, None] @ vectors], 1)
+
+
+def _with_ridge(matrix: Tensor, ridge: Tensor) -> Tensor:
+    """Return symmetric matrices (..., N, N) with a ridge (...), which is at least tiny."""
+    return matrix + ridge.clamp(min=1e-12)[..., None, None] * torch.eye(matrix.shape[-1]).to(matrix)
+
+
+def _position_bias(present: Tensor, moments: Tensor, metric: Tensor) -> Tensor:
+    """Return `v` of `RelativeKeys`, (H, D): the ridge regression of the last coefficient on the others.
+
+    Args:
+        present: (H, D) present value of `v`.
+        moments: (H, D + 1, D + 1) second moments of the coefficients over distances.
+        metric: (H, D + 1, D + 1) see `Target`.
+    """
+    squares = metric.diagonal(dim1=-2, dim2=-1)
+    query = squares[:, :-1].mean(-1) / squares[:, -1]  # mean square of a coordinate of the queries
+    covariance = moments[:, :-1, :-1]
+    missing = moments[:, :-1, -1:] - covariance @ present[..., None]
+    ridged = _with_ridge(covariance, BIAS_RIDGE * moments[:, -1, -1] / query.clamp(min=1e-12))
+    return present + torch.linalg.solve(ridged, missing)[..., 0]
+
+
+def _search(module: ScoreModule, like: Tensor, problem: _Problem) -> None:
+    """Search for the parameters of a module, starting from their present values.
+
+    Args:
+        module: the module, in float64.
+        like: empty float64 tensor on the device of the queries.
+        problem: what to fit.
+    """
+    form = form_of(module, like)
+    heads, weights = problem.wanted.shape[1], problem.weights
+    optimizer = torch.optim.LBFGS(
+        [each for each in module.parameters() if each.requires_grad],
+        max_iter=STEPS,
+        history_size=STEPS // 2,
+        tolerance_grad=1e-14,
+        tolerance_change=1e-16,
+        line_search_fn="strong_wolfe",
+    )
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        present = coefficients(module, like, problem.distances, heads)
+        assert present is not None
+        error = present - problem.wanted
+        if not form.multiplies:
+            error = error - (weights[..., None] * error).sum(-2, keepdim=True)
+        value = (weights * ((error @ problem.metric) * error).sum(-1)).sum()
+        if (vectors := form_of(module, like).value_table) is not None:
+            value = value + vectors.square().sum()  # scores do not determine vectors that are added to values
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+
+
+def _fit_distances(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the distances that a form is fitted at, (M,), and how many distances each of them stands for.
+
+    The distances of the windows come first, then the tail. For vectors made of waves a few distances are enough in the
+    tail: the windows already determine the fast waves.
+    """
+    if is_one_of(form, WAVES):
+        ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
+        beyond = torch.unique(ends.round().long())
+        distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])
+        return distances, torch.cat([torch.ones(seen, device=device), beyond.diff()])
+    return torch.arange(TAIL * seen, device=device), torch.ones(TAIL * seen, device=device)
+
+
+def _with_tail(target: Target, distances: Tensor) -> Tensor:
+    """Return the coefficients of a target, (H, M, C), continued beyond the distances of the windows.
+
+    The tail has the mean coefficients of the last quarter of the windows' distances. For vectors made of waves, their
+    score also falls with the distance, see `FALL`.
+    """
+    seen = target.values.shape[1]
+    beyond = distances[seen:]
+    tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
+    if target.last_factor is not None:
+        tail[..., -1] -= FALL * (beyond / seen).log() / target.last_factor[:, None]
+    return torch.cat([target.values, tail], 1)
