@@ -130,7 +130,7 @@ def _make_candidates(
         turned = copied(projections)
         candidates["turned"] = [*turned, *unfitted]
         if modules:
-            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows))
+            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows, mass=False))
             _fit_all(pair, modules, targets["turned, fitted"])
             candidates["turned, fitted"] = [*turned, *copied(scheme_parameters)]
         pair.restore(rotation.projection for rotation in rotations.values())
@@ -219,7 +219,7 @@ def hold_tails(pair: Pair, windows: int) -> None:
     modules = {index: each for index, each in pair.modules().items() if takes_queries(each.form(pair.like(index)))}
     if not modules:
         return
-    averages = pair.averages(windows)
+    averages = pair.averages(windows, mass=False)
     targets = {}
     for index, target in _targets(pair, modules, averages).items():
         targets[index] = replace(target, values=_current_coefficients(pair, index, averages[index]))

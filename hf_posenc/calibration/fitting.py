@@ -37,7 +37,7 @@ FEATURE_RIDGE = 1e-2
 """Ridge of a weight that projects sinusoids, relative to the mean square of a feature. Sinusoids of neighbouring
 frequencies are nearly equal at the distances of the windows; without it the weight would be huge."""
 
-ROW_RIDGE = 1e-9
+ROW_RIDGE = 1e-6
 """The same for a table with one vector per distance. It only decides what is added to all vectors of a head alike."""
 
 BIAS_RIDGE = 1e-3

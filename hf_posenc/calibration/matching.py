@@ -15,46 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..attention_call import Call
 from ..did_you_mean import did_you_mean
 from ..modules import PositionModule
-from .observe import attending, outputs_of, summed, with_table
+from .observe import attending
+from .output_error import add_gradients, add_output_gradients
 from .pair import Pair, mean_kl, parameters_of
 from .state import StateFile
 
 WEIGHTS = ("scheme", "query_key", "adapter")
 
 
-def output_error(base: Call, ours: Call) -> Tensor:
-    """Return the mean squared error of the heads' outputs, relative to the mean square of the base's values.
-
-    The mean square is that of all processes, so that the mean of their errors is the error of all their windows.
-    """
-    ours = with_table(ours)
-    total = summed(base, lambda part: (outputs_of(base, part) - outputs_of(ours, part)).square().mean(-1).sum())
-    square = base.value.float().square().mean()
-    if dist.is_initialized():
-        dist.all_reduce(square)
-        square /= dist.get_world_size()
-    return total / (base.query[..., 0].numel() * square)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss that the second stage can lower.
-
-    Attributes:
-        of: function of two calls, the base's and the scheme's attention.
-        own_states: whether the layers of the patched model read its own hidden states, in place of the base's. A layer
-            then makes good what the layers below it do differently.
-    """
-
-    of: Callable[[Call, Call], Tensor]
-    own_states: bool
-
-
-LOSSES = {"attention": Loss(mean_kl, own_states=False), "outputs": Loss(output_error, own_states=True)}
-"""The losses that the second stage can lower, by name."""
+LOSSES = ("attention", "outputs")
+"""The losses that the second stage can lower."""
 
 Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
 """The parameters that the second stage trains: the scheme's, and weights that make queries and keys."""
@@ -108,7 +80,7 @@ class Matching:
         if self.weights is not None:
             check_one_of("weights", self.weights, WEIGHTS)
         if self.loss is not None:
-            check_one_of("loss", self.loss, tuple(LOSSES))
+            check_one_of("loss", self.loss, LOSSES)
         check_counts(steps=self.steps, batch_size=self.batch_size, save_every=self.save_every)
         check_positive(rate=self.rate, weight_rate=self.weight_rate)
         check_integers(seed=self.seed)
@@ -195,7 +167,7 @@ def match(
         pair: a model and its base.
         trained: the parameters to train, from `movable`.
         matching: settings of the second stage.
-        loss: name of the loss in `LOSSES`.
+        loss: one of `LOSSES`.
         state: the state to resume from and to write.
         on_step: function that is called after each step, see `Matching`.
     """
@@ -216,7 +188,8 @@ def match(
                 group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
             order = matching.drawn(len(pair.train), processes, generator)
             drawn = pair.train[order[rank].to(pair.train.device)]
-            value = _add_gradients(pair, matching.cut(step, drawn), parameters, LOSSES[loss])
+            add = add_output_gradients if loss == "outputs" else _add_attention_gradients
+            value = add(pair, matching.cut(step, drawn), parameters)
             if processes > 1:
                 _average(parameters, processes)
             optimizer.step()
@@ -255,18 +228,14 @@ def _average(parameters: Sequence[nn.Parameter], processes: int) -> None:
             p.grad /= 1 if p.is_cuda else processes
 
 
-def _add_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter], lowered: Loss) -> float:
-    """Add the gradients of every layer's loss on a batch, and return the mean loss over layers."""
-    theirs, inputs = pair.layer_inputs(tokens, own_states=lowered.own_states)
+def _add_attention_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter]) -> float:
+    """Add the gradients of every layer's divergence on a batch, and return the mean divergence over layers."""
+    theirs, inputs = pair.layer_inputs(tokens)
     value = 0.0
     for index, (hidden, arguments) in inputs.items():
-        base, ours = theirs[index].call, pair.call(index, hidden, arguments)
-        loss = lowered.of(base, ours)
+        loss = mean_kl(theirs[index].call, pair.call(index, hidden, arguments))
         if loss.requires_grad:
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for p, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    p.grad = gradient if p.grad is None else p.grad + gradient
+            add_gradients(loss, parameters)
         value += loss.item()
     return value / len(inputs)
 

@@ -118,18 +118,6 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
     return Rows(scores, visible, wide.distance(), wide.sinks)
 
 
-def outputs_of(call: Call, part: slice) -> Tensor:
-    """Return the outputs of the heads for some queries, (B, H, R, V) float32 or float64.
-
-    Args:
-        call: a call with its module and form.
-        part: slice of the queries.
-    """
-    rows, wide = rows_of(call, part), _queries(call, part)
-    weights = rows.weights[..., : rows.scores.shape[-1]]  # sinks have weights but no values
-    return wide.formula.mix(replace(wide, value=wide.value.to(weights.dtype)), weights)
-
-
 def _queries(call: Call, part: slice) -> Call:
     """Return the call for some queries and the keys up to the last of them, in at least float32, see `Call.widened`."""
     keys = slice(0, part.stop)  # queries and keys are the same tokens, and later keys are invisible

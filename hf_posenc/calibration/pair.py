@@ -33,6 +33,10 @@ TOKENS_AT_ONCE = 1024
 """Number of tokens in one forward pass. The queries, keys and values of all layers stay in memory until it ends."""
 
 
+TRACED = 16
+"""Number of tokens with which the parameters of each attention are traced."""
+
+
 def copied(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Return pairs of a parameter and a copy of its value."""
     return [(p, p.detach().clone()) for p in parameters]
@@ -168,9 +172,7 @@ class Pair:
         with _with_values(self.base_values), self.patch.undo.suspended():
             yield self.model
 
-    def layer_inputs(
-        self, tokens: Tensor, *, own_states: bool = False
-    ) -> tuple[dict[int, Observed], dict[int, tuple[Tensor, LayerCall]]]:
+    def layer_inputs(self, tokens: Tensor) -> tuple[dict[int, Observed], dict[int, tuple[Tensor, LayerCall]]]:
         """Return the calls of the base's layers, and inputs for the patched layers made from the base's hidden states.
 
         Position vectors that only one of the two models adds at the input run through all its layers. So they are
@@ -178,27 +180,22 @@ class Pair:
 
         Args:
             tokens: (B, T) documents without padding.
-            own_states: take the patched model's own hidden states, as constants, in place of the base's.
         """
         with self.as_base() as base:
             theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
         ours = self.arguments(tokens)
-        read = observe(self.model, tokens, self.watched) if own_states else theirs
-        states = {index: each.layer.hidden_states for index, each in read.items()}
-        del read  # its queries, keys and values
         shift: Tensor | float = 0.0
-        if self.base_model.modules.position_table is not None and not own_states:
+        if self.base_model.modules.position_table is not None:
             shift = _first_hidden_states(self.base_model, tokens) - self._first_hidden_states_of_base(tokens)
         first = self.base_model.modules.layers[0]
         at_first = on_decoder(self.base_model.modules.decoder).layers.at_first
 
         def hidden_states_of(index: int) -> Tensor:
-            hidden = states[index] + shift
+            hidden = theirs[index].layer.hidden_states + shift
             if at_first and index:  # computed again for every layer, because gradients are taken layer by layer
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 vectors = first.get_submodule("posenc")(positions).to(hidden)
-                # Own hidden states hold the vectors already, and are constants: what is added has only a gradient.
-                hidden = hidden + (vectors - vectors.detach() if own_states else vectors)
+                hidden = hidden + vectors
             return hidden
 
         return theirs, {
@@ -360,13 +357,18 @@ class Pair:
             )
 
     @torch.no_grad()
-    def averages(self, windows: int) -> dict[int, DistanceSums]:
-        """Return layer index -> sums by distance over the first `windows` training windows."""
+    def averages(self, windows: int, *, mass: bool = True) -> dict[int, DistanceSums]:
+        """Return layer index -> sums by distance over the first `windows` training windows.
+
+        Args:
+            windows: number of windows, at most.
+            mass: whether the base's attention weights are asked for. They are summed only for a base that rotates.
+        """
         averages = {}
         with self.as_base() as unpatched:
             base_model = BaseModel.of(unpatched)
             # Only the mean rotation reads the base's attention weights.
-            rotates = (
+            mass = mass and (
                 base_model.modules.rotary is not None or base_model.own_scheme(tuple(base_model.sizes)) is not None
             )
         with attending(self.model, self.base_model):
@@ -378,7 +380,7 @@ class Pair:
                         _, heads, _, head_dim = ours.query.shape
                         size = head_dim if takes_queries(ours.form) else None
                         averages[index] = DistanceSums.empty(heads, batch.shape[1], batch.device, size=size)
-                    averages[index].add(base, ours, mass=rotates)
+                    averages[index].add(base, ours, mass=mass)
         self._check_finite({index: each.difference for index, each in averages.items()})
         return averages
 
@@ -423,7 +425,7 @@ class Pair:
 
     def _find_score_weights(self) -> tuple[list[nn.Parameter], dict[int, nn.Linear | None]]:
         """Return `query_key` and `projections`."""
-        _, inputs = self.layer_inputs(self.train[:1])
+        _, inputs = self.layer_inputs(self.train[:1, :TRACED])
         with attending(self.model, self.base_model), torch.enable_grad():
             traced = {index: self._trace_attention(index, *inputs[index]) for index in self.layers}
         query_key = {id(p): p for parameters, _ in traced.values() for p in parameters}

@@ -28,8 +28,9 @@ from hf_posenc.calibration.closed_forms import (
     target_of,
 )
 from hf_posenc.calibration.fitting import fit
-from hf_posenc.calibration.matching import Matching, output_error
+from hf_posenc.calibration.matching import Matching
 from hf_posenc.calibration.observe import attending, observe
+from hf_posenc.calibration.output_error import add_output_gradients
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.patch_record import patch_of
 from hf_posenc.modules import PositionModule, Shared
@@ -538,74 +539,113 @@ def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
     assert run() == [("fitting", 1, 1, 0)] * fits + [("closed forms", reads, reads, 0), ("calibrating", 3, 3, 0)]
 
 
-def test_the_error_of_outputs_is_that_of_all_pairs(monkeypatch):
-    """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; whatever is computed at once."""
-    from hf_posenc.calibration import observe as watching
+def output_gradients(model, ids):
+    """The output error of a patched model's layers, and the parameters of its layers with their gradients."""
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    parameters = {name: p for name, p in model.model.layers.named_parameters() if "self_attn" in name}
+    with attending(model, pair.base_model):
+        error = add_output_gradients(pair, ids, list(parameters.values()))
+    return error, {name: p for name, p in parameters.items() if p.grad is not None}
 
+
+def test_the_error_of_outputs_is_that_of_all_pairs():
+    """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; and its gradient."""
     model, ids = exact(tiny("llama")), windows()[:4]
     rotated, plain = by_hand(model, ids)
-    patch_model(model, "shaw", max_distance=3, share_layers=False, seed=0)
+    patch_model(model, "shaw", max_distance=3, layers=[0], seed=0)
     layer = model.model.layers[0]
-    vectors = dict(layer.self_attn.posenc.named_parameters())
+    vectors = {n: p.detach().clone().requires_grad_() for n, p in layer.self_attn.posenc.named_parameters()}
     lag = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).clamp(0, 3)
     with torch.no_grad():
         x = layer.input_layernorm(model.model.embed_tokens(ids))
         q, v = (p(x).view(*ids.shape, -1, 8).transpose(1, 2) for p in (layer.self_attn.q_proj, layer.self_attn.v_proj))
         v = v.repeat_interleave(2, 1)
-        a, b = (vectors[name][..., lag, :].double() for name in ("key_embeddings", "value_embeddings"))
+    a, b = (vectors[name][..., lag, :] for name in ("key_embeddings", "value_embeddings"))
 
-        def weights(scores):
-            hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-            return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    def weights(scores):
+        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
-        theirs = weights(rotated) @ v
-        w = weights(plain + torch.einsum("bhid,ijd->bhij", q, a) * 8**-0.5)
-        ours = w @ v + torch.einsum("bhij,ijd->bhid", w, b)
-        expected = (theirs - ours).square().mean() / v.square().mean()
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
-    seen, inputs = pair.layer_inputs(ids)
-    for scores in (watching.SCORES_AT_ONCE, 700):
-        monkeypatch.setattr(watching, "SCORES_AT_ONCE", scores)
-        with attending(model, pair.base_model):
-            found = output_error(seen[0].call, pair.call(0, *inputs[0]))
-        assert abs(found.item() - expected.item()) <= 1e-6 * expected.item()  # a relative error in float32
+    theirs = weights(rotated) @ v
+    w = weights(plain + torch.einsum("bhid,ijd->bhij", q, a) * 8**-0.5)
+    ours = w @ v + torch.einsum("bhij,ijd->bhid", w, b)
+    expected = (theirs - ours).square().mean() / v.square().mean()
+    expected.backward()
+    found, trained = output_gradients(model, ids)
+    assert abs(found - expected.item()) <= 1e-10 * expected.item()
+    for name, vector in vectors.items():
+        gradient = trained[f"0.self_attn.posenc.{name}"].grad
+        assert torch.allclose(gradient, vector.grad, rtol=1e-8, atol=1e-12 * vector.grad.abs().max())
+    assert not [name for name in trained if name.startswith("1.")]  # the base's own positions stay there
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme", "options"),
-    [
-        ("llama", "t5", {}),
-        ("llama", "sinusoidal", {"trainable": True}),
-        ("llama", "learned", {"num_positions": LENGTH, "placement": "every_layer"}),
-        ("gpt2", "transformer_xl", {}),
-        ("gpt2", "sinusoidal", {"trainable": True}),
-    ],
-)
-def test_own_hidden_states_are_what_the_patched_model_computes(family, scheme, options):
-    """Queries of each layer are those of a forward pass; on the base's hidden states those above the first differ."""
-    model, ids = patch_model(tiny(family), scheme, seed=0, **options), windows()[:2]
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
-    layers = model.model.layers if family == "llama" else model.transformer.h
-    projections = [layer.self_attn.q_proj if family == "llama" else layer.attn.c_attn for layer in layers]
-    queries = []
-    hooks = [each.register_forward_hook(lambda _, __, out: queries.append(out.detach())) for each in projections]
+def layer_values(model, ids, index):
+    """The values of one layer of a LLaMA."""
+    found = []
+    hook = model.model.layers[index].self_attn.v_proj.register_forward_hook(lambda _, __, out: found.append(out))
+    with torch.no_grad():
+        model.eval()(ids, use_cache=False)
+    hook.remove()
+    return found[0]
+
+
+def heads_of(model, ids, moved=None):
+    """What enters the output projection of each layer of a LLaMA. `moved` is added to the hidden states of one layer."""
+    found, hooks = [], []
+    for index, layer in enumerate(model.model.layers):
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        hooks.append(hook)
+        if moved is not None and moved[0] == index:
+            hooks.append(layer.register_forward_pre_hook(lambda _, args: (args[0] + moved[1], *args[1:])))
     with torch.no_grad():
         model.eval()(ids, use_cache=False)
     for hook in hooks:
         hook.remove()
-    same = {}
-    for own_states in (True, False):
-        with attending(model, pair.base_model):
-            _, inputs = pair.layer_inputs(ids, own_states=own_states)
-            calls = {index: pair.call(index, *inputs[index]) for index in inputs}
-        found = {index: call.query.transpose(1, 2).flatten(2) for index, call in calls.items()}
-        errors = {index: (queries[index][..., : q.shape[-1]] - q).abs().max().item() for index, q in found.items()}
-        same[own_states] = [error < 1e-5 for error in errors.values()]
-        if options.get("trainable") and family == "llama":  # vectors at the input are trained by every layer
-            (table,) = {p for each in model.modules() if isinstance(each, PositionModule) for p in each.parameters()}
-            assert all(torch.autograd.grad(call.query.sum(), table)[0].any() for call in calls.values())
-    assert all(same[True])
-    assert not any(same[False][1:])
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["t5", "shaw", "transformer_xl"])
+def test_each_layer_corrects_outputs_on_the_models_own_hidden_states(scheme):
+    """The error is that of a forward pass of both models, and a gradient is that of its own layer's error alone."""
+    model, ids = exact(tiny("llama")), windows()[:2]
+    theirs = heads_of(model, ids)
+    squares = [layer_values(model, ids, index).square().mean() for index in range(2)]
+    patch_model(model, scheme, seed=0, **({"share_layers": False} if scheme == "t5" else {}))
+
+    def errors():
+        pairs = zip(heads_of(model, ids), theirs, squares, strict=True)
+        return [((ours - base).square().mean() / square).item() for ours, base, square in pairs]
+
+    found, trained = output_gradients(model, ids)
+    assert abs(found - sum(errors()) / 2) <= 1e-8 * found
+    assert {name[0] for name in trained} == {"0", "1"}
+    torch.manual_seed(0)
+    for name, p in trained.items():
+        direction, slopes = torch.randn_like(p), []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                p.add_(direction, alpha=step)
+                slopes.append(errors()[int(name[0])] / (2 * step))
+                p.add_(direction, alpha=-step)
+        assert abs((p.grad * direction).sum().item() - sum(slopes)) <= 1e-5 * p.grad.norm() * direction.norm()
+
+
+def test_vectors_at_the_input_are_trained_by_the_outputs_of_every_layer():
+    """Their gradient adds up what a change at the input of each layer alone would change in its own error."""
+    model, ids = exact(tiny("llama")), windows()[:2]
+    theirs = heads_of(model, ids)
+    squares = [layer_values(model, ids, index).square().mean() for index in range(2)]
+    patch_model(model, "learned", num_positions=LENGTH, seed=0)
+    (table,) = {p for each in model.modules() if isinstance(each, PositionModule) for p in each.parameters()}
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    with attending(model, pair.base_model):
+        add_output_gradients(pair, ids, [table])
+    direction, slope = torch.randn(table.shape, generator=torch.Generator().manual_seed(0), dtype=table.dtype), 0.0
+    for layer in range(2):
+        for step in (1e-3, -1e-3):  # LLaMA's norms are computed in float32
+            ours = heads_of(model, ids, (layer, step * direction[:LENGTH]))[layer]
+            slope += ((ours - theirs[layer]).square().mean() / squares[layer]).item() / (2 * step)
+    assert abs((table.grad * direction).sum().item() - slope) <= 1e-5 * table.grad.norm() * direction.norm()
 
 
 @pytest.mark.slow
@@ -630,7 +670,7 @@ def test_each_length_gets_its_share_of_the_steps(monkeypatch):
 
     def read(lengths):
         seen = []
-        monkeypatch.setattr(matching, "_add_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
+        monkeypatch.setattr(matching, "_add_attention_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
         calibrate(
             patch_model(tiny("llama"), "nope"),
             windows(),
