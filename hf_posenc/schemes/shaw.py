@@ -27,7 +27,7 @@ class Shaw(ScoreScheme):
     Args:
         max_distance: clipping distance, the paper's `k`. All keys at this distance or further share a vector. With 0
             all keys share one vector, and only the causal mask gives order.
-        share_heads: one table for all heads (the paper), or one per head.
+        share_heads: one table for all heads (section 3.3), or one per head (the base model of section 4.1).
         share_layers: one pair of tables for the whole model, or one per layer.
         values: also add vectors to the values (the paper finds that keys matter more).
     """

@@ -222,6 +222,33 @@ def test_commands_and_links_lead_to_files(page):
     assert [str(path) for path in sorted(links | files) if not path.exists()] == []
 
 
+def anchors(page):
+    """The headings of a page as the site links to them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def test_every_statement_of_the_documents_has_a_row():
+    """Each says where it is shown and what came out, or that it is not shown, and why; sections say how many they have."""
+    page = ROOT / "docs/theory_statements.md"
+    statements, counted = page.read_text(encoding="utf-8").split("\n## Pictures\n")[0], 0
+    *documents, _ = re.split(r"^## ", statements, flags=re.MULTILINE)[1:]
+    rows = re.findall(r"^\| (?!statement |---)(.*) \|$", statements, flags=re.MULTILINE)
+    for section in documents:
+        count = len(re.findall(r"^\| (?!statement |---)", section, flags=re.MULTILINE))
+        assert f" {count} statements.\n" in section
+        counted += count
+    assert counted == 125
+    cells = [[cell.strip() for cell in row.split(" | ")] for row in rows]
+    assert [row for row in cells if len(row) != 3 or not all(row)] == []
+    assert len({row[0] for row in cells}) == len(cells) >= 125
+    missing = [row for row in cells if "not shown" in row[2]]
+    assert len(missing) <= 5
+    assert all(len(row[2].split()) > 5 for row in missing), "give the reason"
+    for name, anchor in re.findall(r"\]\(([\w/]+\.md)#([\w-]+)\)", statements):
+        assert anchor in anchors(page.parent / name), f"{name}#{anchor}"
+
+
 def test_tables_of_calibrations_are_current(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_calibration_tables.py", "--check"])
     module = script("make_calibration_tables")
