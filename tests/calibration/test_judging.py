@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from families import tiny
+from families import tiny, tokens
 from matrix import matrix
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,6 +16,8 @@ from snapshots import assert_same, snapshot
 
 import hf_posenc
 from hf_posenc import CheckpointError, Matching, calibrate, patch_model, unpatch_model
+from hf_posenc.calibration import pair as comparing
+from hf_posenc.calibration.checks import CLOSED_WINDOWS, HELD_OUT, number_of_windows
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.patch_record import patch_of
 
@@ -451,3 +453,25 @@ def test_trials_go_on_where_they_were(written, tmp_path):
     assert report.to_dict() == expected.to_dict()
     theirs = dict(whole.named_parameters())
     assert all(p.equal(theirs[name]) for name, p in resumed.named_parameters())
+
+
+def test_windows_are_not_read_once_a_loss_cannot_come_below_the_limit(monkeypatch):
+    """Even if the remaining ones were predicted as well as the base predicts them."""
+    model = patch_model(tiny("llama"), "nope")
+    pair = comparing.Pair(model, patch_of(model), None, tokens(6, 24, seed=3), 4)
+    losses = iter([1.0, 1.0, 1.0, 1.0, 1.5, 1.5, 1.5, 9.0, 1.0, 1.0, 1.0, 1.2])
+    monkeypatch.setattr(comparing, "_loss_of_window", lambda *_: next(losses))
+    assert pair.loss_of_base() == 1.0
+    assert pair.loss(limit=1.3) == math.inf  # after the third of them: 1.5 + 1.5 + 1.5 + 1.0 is more than 4 * 1.3
+    assert next(losses) == 9.0
+    assert pair.loss(limit=1.3) == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize(
+    ("length", "held_out", "closed"),
+    [(24, 8, 24), (256, 8, 24), (300, 7, 21), (512, 4, 12), (1024, 2, 6), (8192, 2, 2)],
+)
+def test_long_windows_need_not_be_many(length, held_out, closed):
+    assert number_of_windows(None, HELD_OUT, length) == held_out
+    assert number_of_windows(None, CLOSED_WINDOWS, length) == closed
+    assert number_of_windows(5, HELD_OUT, length) == 5
