@@ -226,14 +226,23 @@ def main() -> int:
     return 0
 
 
-def material(checkpoint: str, text: Path | None, scratch: str) -> tuple[str, str, list[list[int]]]:
-    """Return the folder or id of the base, the name of its text, and the tokens of the documents of that text."""
+def material(
+    checkpoint: str, text: Path | None, scratch: str, documents_written: int = WRITTEN[0]
+) -> tuple[str, str, list[list[int]]]:
+    """Return the folder or id of the base, the name of its text, and the tokens of the documents of that text.
+
+    Args:
+        checkpoint: the base, or `EMBEDDED`.
+        text: file with documents; None for text that the base writes.
+        scratch: folder for a base that is trained first.
+        documents_written: number of documents that the base writes.
+    """
     if checkpoint == EMBEDDED:
         return scratch, "the standard library", embedded(scratch)
     if text:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         return checkpoint, text.name, documents(tokenizer, text.read_text(encoding="utf-8"))
-    return checkpoint, "written by the base", written(load(checkpoint), *WRITTEN)
+    return checkpoint, "written by the base", written(load(checkpoint), documents_written, WRITTEN[1])
 
 
 def load(checkpoint: str) -> PreTrainedModel:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import sys
 import tempfile
 import time
@@ -118,7 +119,9 @@ def main() -> int:
     unsaid = ("checkpoint", "text", "json", "schemes", "seeds")
     settings = {name: value for name, value in vars(options).items() if name not in unsaid}
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint, said, parts = calibration.material(options.checkpoint, options.text, scratch)
+        # A base writes so much that no token is trained on twice, and a tenth more, which is held out.
+        documents = math.ceil(max(options.tokens) / 0.9 / calibration.WRITTEN[1]) + 1
+        checkpoint, said, parts = calibration.material(options.checkpoint, options.text, scratch, documents)
         settings |= {"checkpoint": Path(options.checkpoint).name, "text": said, "torch": torch.__version__}
         if result["runs"] and result["settings"] != settings:
             parser.error(f"{options.json} has runs of other settings: {result['settings']}")
