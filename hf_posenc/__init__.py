@@ -27,7 +27,7 @@ _PUBLIC_NAMES = {
     ".errors": "AlreadyPatchedError CheckpointError HfPosencError NotPatchedError PluginError UnknownSchemeError "
     "UnsupportedModelError",
     ".families.base": "Family",
-    ".forms": "Bias ClippedVectors Factors Form RelativeKeys Slopes",
+    ".forms": "Bias ClippedVectors Factors Form LinearVectors RelativeKeys Slopes",
     ".loading": "from_pretrained",
     ".lora": "load_adapter lora_config",
     ".modules": "PositionEmbedding QueryModule Rotation ScoreModule TokenModule",

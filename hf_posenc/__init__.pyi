@@ -38,6 +38,7 @@ from .forms import (
     ClippedVectors as ClippedVectors,
     Factors as Factors,
     Form as Form,
+    LinearVectors as LinearVectors,
     RelativeKeys as RelativeKeys,
     Slopes as Slopes,
 )
