@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..dtypes import compute_dtype
 from ..layer_state import on_decoder
 from ..live.base_model import BaseModel
-from ..live.watch import Args, Kwargs
+from ..live.watch import Args, Kwargs, uncompiled
 from .observe import attending
 from .pair import Pair
 
@@ -90,7 +90,7 @@ def add_output_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Par
 
         return hook
 
-    with torch.no_grad(), ExitStack() as hooks:
+    with torch.no_grad(), uncompiled(), ExitStack() as hooks:
         for index in pair.watched:
             layer, attention = modules.layers[index], modules.attention_of[index]
             hooks.callback(layer.register_forward_pre_hook(enter(index), prepend=True, with_kwargs=True).remove)

@@ -64,12 +64,19 @@ def recorded(layers: Sequence[nn.Module], *, behind_hooks: bool = False) -> Iter
         yield calls
 
 
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled code uncompiled within a `with` block, because torch.compile cannot trace hooks of this package."""
+    with _STANCE, torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False) -> tuple[Args, Kwargs]:
     """Return the arguments of the first call of a module during a forward pass, before other hooks change them.
 
     The forward pass stops at this call, unless `to_end` is set. A hook catches the call, because replacing the module
     would break output recording: transformers installs its recording hooks once, on the layers that it finds. Compiled
-    code runs uncompiled here, because torch.compile cannot trace the hook.
+    code runs uncompiled here.
 
     Args:
         module: the module that is called, usually a layer.
@@ -92,7 +99,7 @@ def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False
 
     hook = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:
-        with _STANCE, torch.compiler.set_stance("force_eager"):
+        with uncompiled():
             run()
     except _Caught:
         pass
