@@ -38,6 +38,8 @@ RECALLED = ("rotating", "table")
 CONDITIONS = ("1x", "distance 8x", "distance 16x", "items 4x")
 """Columns of the tables of recall."""
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
+UNTRAINED = ("window", "far_rope")
+"""Rows of README's table. They were neither calibrated nor fine-tuned."""
 
 
 def cell(found: list[Any], digits: int = 3) -> str:
@@ -70,7 +72,8 @@ def table(name: str) -> str:
     runs, settings = measured["runs"], measured["settings"]
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for key, run in runs.items():
-        groups.setdefault(tuple(key.split(", ")[:-1]), []).append(run)
+        if not key.startswith(UNTRAINED):
+            groups.setdefault(tuple(key.split(", ")[:-1]), []).append(run)
     first, last = str(settings["tokens"][0]), str(settings["tokens"][-1])
     lengths = [str(length) for length in settings["lengths"]]
     columns = [(lengths[0], tokens) for tokens in dict.fromkeys((None, first, last))]

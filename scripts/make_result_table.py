@@ -29,10 +29,14 @@ RUN = ("<!-- quickstart: written by scripts/make_result_table.py -->", "<!-- end
 
 
 def table() -> str:
-    """Perplexity of the base, and of each swap after all of its fine-tuning: exp of the mean loss of the seeds."""
+    """Return the perplexity of the base, and of each swap after all of its fine-tuning."""
     measured = measurement(SWAPS)
     base = ("base", CONTROL)
-    shown = {"the base, untouched": (base, False), "the base, fine-tuned": (base, True)}
+    shown = {"the base, untouched": (base, False)}
+    window = OPTIONS["window"][1]["window"]
+    shown[f"the base, untouched, in a window of {window} tokens"] = (("window", "plain"), False)
+    shown["`far_rope`, untrained"] = (("far_rope", "plain"), False)
+    shown["the base, fine-tuned"] = (base, True)
     factor = OPTIONS["yarn"][1]["scaling"]["factor"]
     shown[f"`rope` with YaRN, factor {factor:g}, fine-tuned"] = (("yarn", "plain"), True)
     for scheme in SCHEMES:
@@ -43,9 +47,18 @@ def table() -> str:
     rows.append("|---" * (2 + len(measured.lengths)) + "|")
     for label, (name, tuned) in shown.items():
         found = loss_by_length(measured.of(*name).values(), tuned=tuned)
-        cells = [f"{math.exp(statistics.fmean(found[length])):.2f}" for length in measured.lengths]
-        rows.append(" | ".join([f"| {label}", str(len(found[measured.trained])), *cells]) + " |")
+        cells = [cell(found[length]) for length in measured.lengths]
+        seeds = len(found[measured.trained]) if tuned else 1  # without training all seeds are one model
+        rows.append(" | ".join([f"| {label}", str(seeds), *cells]) + " |")
     return "\n".join(rows)
+
+
+def cell(losses: list[float]) -> str:
+    """Return the perplexity of the mean loss, and the standard deviation over seeds."""
+    mean = math.exp(statistics.fmean(losses))
+    if len(set(losses)) == 1:
+        return f"{mean:.2f}"
+    return f"{mean:.2f} ± {mean * statistics.stdev(losses):.2f}"
 
 
 def quickstart() -> str:

@@ -45,6 +45,8 @@ SCHEMES = {
     "learned": ("learned", {"num_positions": 4096}),
     "sinusoidal": ("sinusoidal", {"trainable": True}),
     "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
+    "window": ("rope", {"window": 512}),
+    "far_rope": ("far_rope", {}),
     "mixture": ([T5(share_layers=False, layers="1::2")], {}),  # every other layer keeps what the base has
 }
 NOT_SETTINGS = (
@@ -56,8 +58,8 @@ NOT_SETTINGS = (
     "seeds",
     "untrained",
 )  # the runs say these
-ASKED_FOR = ("learned", "sinusoidal", "yarn")
-"""Measured only where asked for: on a base that rotates, calibration does not help the tables, and YaRN needs none."""
+ASKED_FOR = ("learned", "sinusoidal", "yarn", "window", "far_rope")
+"""Measured only where asked for: on a base that rotates, calibration does not help the tables, and the others need none."""
 STARTS = ("plain", "closed_form", "attention", "outputs")
 EMBEDDED = "embedded"
 FITTED, HELD_OUT, MATCHED = 24, 8, 4

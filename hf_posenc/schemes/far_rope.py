@@ -92,7 +92,7 @@ class BaseAngles:
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class FarRope(RotatedScheme):
-    """The base's rotation, at other distances for far keys, without training. Keys are cached unrotated.
+    """The base's rotation, with far keys rotated as if they were nearer; no training. Keys are cached unrotated.
 
     Equation: `q'_i = R(a_i) q_i`, `k'_j = R(b_j) k_j`, with the base's frequencies, and `d = a_i - b_j`:
     `rerope`: `i - j` below `near`, else `near + leak (i - j - near)` (Su 2023: ReRoPE with `leak` 0, Leaky ReRoPE with
