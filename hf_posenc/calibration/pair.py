@@ -279,14 +279,15 @@ class Pair:
 
         Args:
             values: the values of the replaced parameters.
-            limit: a loss above the limit becomes infinity. The remaining windows are not read once the loss would be
-                above it even if the model predicted them as well as the base, whose loss must be known by then.
+            limit: a loss above the limit becomes infinity. If the base's loss is known and below it, the remaining
+                windows are not read once the loss would be above it even if the model predicted them as the base does.
         """
-        total = 0.0
+        total, most = 0.0, limit * len(self.held)
+        remaining = self._base_losses if sum(self._base_losses) <= most else []
         with _with_values(values):
             for i, window in enumerate(self.held):
                 total += _loss_of_window(self.model, window)
-                if total + sum(self._base_losses[i + 1 :]) > limit * len(self.held):
+                if total + sum(remaining[i + 1 :]) > most:
                     total = math.inf
                     break
         return self._mean_loss(total)

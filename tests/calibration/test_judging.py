@@ -465,6 +465,8 @@ def test_windows_are_not_read_once_a_loss_cannot_come_below_the_limit(monkeypatc
     assert pair.loss(limit=1.3) == math.inf  # after the third of them: 1.5 + 1.5 + 1.5 + 1.0 is more than 4 * 1.3
     assert next(losses) == 9.0
     assert pair.loss(limit=1.3) == pytest.approx(1.05)
+    losses = iter([0.5, 0.5, 0.5, 0.5])  # a model that predicts better than its base
+    assert pair.loss(limit=0.6) == 0.5
 
 
 @pytest.mark.parametrize(
