@@ -2,8 +2,8 @@
 
 Each process holds a shard of the sequence. Attention alone mixes tokens. Before each attention the processes exchange
 keys and values, so that every query meets every key at its true position. Each process then computes what a single
-process would, for fewer queries. Activations shrink with the number of processes. The keys and values of one layer at a
-time are held in full.
+process would, for fewer queries. Activations shrink with the number of processes, except for keys and values: those of
+the whole sequence are held for one layer at a time with gradient checkpointing, and for all layers without.
 
 Ring attention (`cp_size` in accelerate and torch) exchanges keys and values piece by piece inside stock attention. It
 has no place for terms of the scores that depend on positions. It also drops the mask, which carries positions here. So
