@@ -74,8 +74,10 @@ def _special(family: Family) -> tuple[str, ...]:
     rotation = family.rotation
     queries_grow = bool(rotation.attention_temperature or rotation.parameter_temperature)
     borrows_keys = family.names.attention_borrows is not None
+    joins_documents = family.hybrid or family.joins_documents
     features = {
         "it has layers without attention, which carry order under every scheme": family.hybrid,
+        "documents packed into one row see each other": joins_documents and not family.positions_in_mask,
         "latent attention": rotation.attention_part is not None,
         "attends in code of its own, which is replaced under every scheme": family.always_replaced,
         "its queries are scaled by position, which every scheme but `rope` turns off": queries_grow,

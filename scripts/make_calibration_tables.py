@@ -218,7 +218,8 @@ def training() -> str:
     groups: dict[str, list[dict[str, Any]]] = {}
     for key, run in runs.items():
         groups.setdefault(key.rpartition(", seed ")[0], []).append(run)
-    head = ["variant", "seeds", "loss at 128", "loss at 512", "mean distance of attention: least, median, most head"]
+    distance = "mean distance of attention, in bytes: nearest, median, farthest of 16 heads"
+    head = ["variant", "seeds", "loss at 128", "loss at 512", distance]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, each in groups.items():
         cells = [name, str(len(each))]

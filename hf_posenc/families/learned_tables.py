@@ -131,7 +131,7 @@ FAMILIES = (
         attention=_OpenaiGpt(),
         sized_by_length=True,  # each layer has a square causal mask
         joins_documents=True,
-        note="no cache; `position_ids` must be passed beyond its own length",
+        note="no cache; for texts longer than its own length you must pass `position_ids`",
     ),
     # OPTForCausalLM.model is an OPTModel, whose only child is the decoder. As in fairseq, position p reads row p + 2 of
     # the table, and padding (position -1) reads row 1.
@@ -142,7 +142,6 @@ FAMILIES = (
         attention=_Opt(),
         table_offset=2,
         joins_documents=True,
-        note="documents packed into one row see each other",
     ),
     Family(
         model_types=("biogpt",),

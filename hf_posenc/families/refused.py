@@ -112,7 +112,8 @@ REFUSALS = (
     # ------------------------------------------------------------------------------------------------- own positions
     Refusal(
         model_types=("beam",),
-        reason="the layers that it leaves unrotated multiply each query by a number that grows with its position",
+        reason="the layers that it leaves unrotated multiply each query by a number that grows with its position, "
+        "which no setting turns off",
     ),
     Refusal(
         model_types=("inkling_text", "inkling2_text"),
@@ -155,7 +156,8 @@ REFUSALS = (
     ),
     Refusal(
         model_types=("doge",),
-        reason="its mask enters arithmetic: a learned one is made of it before attention is called",
+        reason="its layers combine the mask with learned numbers before they call attention, so a scheme would not get "
+        "the mask itself",
     ),
     Refusal(
         model_types=("unlimited_ocr_text",),
@@ -176,7 +178,8 @@ REFUSALS = (
     ),
     Refusal(
         model_types=("hrm_text",),
-        reason="two stacks of layers are run several times for each token, so that a layer is not one place",
+        reason="two stacks of layers are run several times for each token, so one layer attends more than once per "
+        "forward",
     ),
     Refusal(model_types=("longcat_flash",), reason="each of its layers has two attentions"),
     Refusal(
@@ -185,7 +188,7 @@ REFUSALS = (
     ),
     Refusal(
         model_types=("zamba", "zamba2"),
-        reason="layers share an attention, which is told with each call for which of them it is run",
+        reason="several layers share one attention, which gets with each call the index of the layer that it runs for",
     ),
     Refusal(
         model_types=("gemma4_assistant", "gemma4_unified_assistant"),
