@@ -34,7 +34,6 @@ _LIKE_LLAMA = (
     "hy_v3",
     "jais2",
     "mellum",
-    "minimax_m2",
     "ministral",
     "mixtral",
     "olmo",
@@ -133,7 +132,7 @@ _ROWS = (
     # not from the width of cos.
     Family(model_types=("phi", "stablelm"), rotation=_SLICED_BY_SIZE),
     # These types rotate a part of each head, and the width of cos says how many dimensions.
-    Family(model_types=("glm4_moe", "nemotron"), rotation=_SLICED),
+    Family(model_types=("glm4_moe", "minimax_m2", "nemotron"), rotation=_SLICED),
     # One projection makes queries, keys and values.
     Family(
         model_types=("dbrx",),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import attend, dot, far_position, rope_frequencies, turn
+from decoders import decoder
 from families import LONGROPE, YARN, tiny, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -203,3 +204,14 @@ def test_compiled_with_a_sliding_cache_it_is_what_it_is():
     torch.compiler.reset()
     model.compile(backend="eager", dynamic=True)
     torch.testing.assert_close(by_steps(model, ids, first=10), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("scheme", "options"), [("far_rope", {"near": 24}), ("rope_by_head", {}), ("rope", {})])
+def test_a_base_that_rotates_a_part_of_each_head_is_left_as_it_is(scheme, options):
+    """MiniMax-M2, whose released configs have `rotary_dim`: within `near` tokens nothing changes."""
+    ids = tokens(2, 20)
+    model = decoder("minimax_m2", rotary_dim=4).eval()
+    with torch.no_grad():
+        stock = model(ids).logits
+        assert (stock - decoder("minimax_m2").eval()(ids).logits).abs().max() > 1e-3  # whole heads are something else
+        assert patch_model(model, scheme, **options)(ids).logits.equal(stock)

@@ -359,7 +359,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
 
     steps = iter(range(1, 100))
 
-    def gradients(*arguments, plain=matching._add_gradients):
+    def gradients(*arguments, plain=matching.add_output_gradients):
         if next(steps) == 2:
             signal.raise_signal(signal.SIGINT)
         return plain(*arguments)
@@ -368,7 +368,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
     before, handler = there(tmp_path), signal.getsignal(signal.SIGINT)
     state = tmp_path / "out.state.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(matching, "_add_gradients", gradients)
+        patch.setattr(matching, "add_output_gradients", gradients)
         assert main(readable) == 130
     said = capsys.readouterr().err
     assert "Stopping after this step" in said
