@@ -32,7 +32,7 @@ STARTS = {
     "outputs": "outputs matched",
 }
 CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
-TUNED = ("bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
+TUNED = ("stories260K", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 MIXED = ("stories260K", "embedded")
 RECALLED = ("rotating", "table")
 CONDITIONS = ("1x", "distance 8x", "distance 16x", "items 4x")
