@@ -134,7 +134,7 @@ def test_its_commands_are_understood(pages, monkeypatch):
         monkeypatch.setattr(sys, "argv", [script, *words])
         with pytest.raises(InterruptedError):
             sys.modules[Path(script).stem].main()
-    assert {len(vars(options)["seeds"]) for options in found} == {1, 2, 3}
+    assert {len(vars(options)["seeds"]) for options in found} == {1, 2, 3, 5}
     variants = {name for options in found for name in getattr(options, "variants", None) or ()}
     recalled = pages.measure_recall.VARIANTS["rotating"] | pages.measure_recall.VARIANTS["table"]
     mixed = pages.measure_mixtures.ON_ROTATIONS | pages.measure_mixtures.ON_TABLES
