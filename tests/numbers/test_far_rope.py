@@ -213,5 +213,8 @@ def test_a_base_that_rotates_a_part_of_each_head_is_left_as_it_is(scheme, option
     model = decoder("minimax_m2", rotary_dim=4).eval()
     with torch.no_grad():
         stock = model(ids).logits
-        assert (stock - decoder("minimax_m2").eval()(ids).logits).abs().max() > 1e-3  # whole heads are something else
+        whole = decoder("minimax_m2").eval()(ids).logits
         assert patch_model(model, scheme, **options)(ids).logits.equal(stock)
+    if stock.equal(whole):
+        pytest.skip("this transformers does not read rotary_dim of minimax_m2; 5.23 does")
+    assert (stock - whole).abs().max() > 1e-3
