@@ -19,7 +19,7 @@ from ..live.obstacles import check_unwrapped
 from ..live.patch_record import adapted_parts, alone, without_adapter
 from .candidates import NOISE, hold_tails, try_closed_forms
 from .checks import CLOSED_WINDOWS, check_adapter, check_base, check_model, check_tokens, number_of_windows
-from .matching import LOSSES, Matching, Movable, check_counts, check_one_of, match, movable
+from .matching import LOSSES, Matching, Movable, check_given_counts, check_one_of, match, movable
 from .pair import Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
@@ -82,8 +82,7 @@ def calibrate(
         raise TypeError(_unknown_keyword_message(name))
     if matching is not None and not isinstance(matching, Matching):
         raise ValueError(f"matching must be a Matching, or None for closed forms alone, not {matching!r}")
-    given = {"closed_windows": closed_windows, "held_out": held_out}
-    check_counts(**{name: number for name, number in given.items() if number is not None})
+    check_given_counts(closed_windows=closed_windows, held_out=held_out)
     check_one_of("judge", judge, JUDGES)
     check_unwrapped(model, "calibrate the model")
     inner = without_adapter(model)

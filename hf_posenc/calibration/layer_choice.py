@@ -23,7 +23,7 @@ from ..patching.plan import make_plan
 from ..schemes.base import Scheme
 from .calibrate import calibrate
 from .checks import check_head, check_tokens
-from .matching import Matching, check_counts
+from .matching import Matching, check_given_counts
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,7 @@ def choose_layers(
         raise TypeError("choose_layers ranks the layers for one scheme, not for a list of them")
     if parsed.layers is not None:
         raise ValueError(f"choose_layers ranks the layers itself: leave out layers={parsed.layers!r}")
-    given = {"closed_windows": closed_windows, "held_out": held_out}
-    check_counts(**{name: number for name, number in given.items() if number is not None})
+    check_given_counts(closed_windows=closed_windows, held_out=held_out)
     check_unwrapped(model, "rank its layers")
     check_head(model)
     held_out = check_tokens(tokens, model, held_out)

@@ -266,3 +266,8 @@ def check_counts(**numbers: object) -> None:
     """Raise ValueError unless all arguments are positive integers."""
     check_integers(**numbers)
     check_positive(**numbers)
+
+
+def check_given_counts(**numbers: object) -> None:
+    """Raise ValueError unless all arguments that are not None are positive integers."""
+    check_counts(**{name: number for name, number in numbers.items() if number is not None})
