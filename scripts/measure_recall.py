@@ -117,9 +117,12 @@ def swapped(kind: str, name: str, start: str, seed: int, material: tuple[Tensor,
         return model, None
     if start == "plain":
         return model, None
-    rows, _ = draw(text, tokens, CALIBRATED_ROWS, torch.Generator().manual_seed(seed))
-    matching = Matching(steps=25, seed=seed, loss="attention" if start == "attention" else None)
-    return model, calibrate(model, rows, matching=matching).kept
+    generator = torch.Generator().manual_seed(seed)
+    rows, scored = draw(text, tokens, CALIBRATED_ROWS, generator)
+    order = torch.randperm(len(rows), generator=generator)  # they come task by task
+    labels = rows.masked_fill(~scored, -100)  # most tokens of a task are random: the base's loss there says nothing
+    matching = Matching(seed=seed, loss="attention" if start == "attention" else None)
+    return model, calibrate(model, rows[order], labels=labels[order], matching=matching).kept
 
 
 def fine_tune(model: PreTrainedModel, material: tuple[Tensor, TaskTokens], count: int, rate: float, seed: int) -> None:

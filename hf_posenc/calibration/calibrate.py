@@ -18,7 +18,15 @@ from ..live.eval_mode import evaluation
 from ..live.obstacles import check_unwrapped
 from ..live.patch_record import adapted_parts, alone, without_adapter
 from .candidates import NOISE, hold_tails, try_closed_forms
-from .checks import CLOSED_WINDOWS, check_adapter, check_base, check_model, check_tokens, number_of_windows
+from .checks import (
+    CLOSED_WINDOWS,
+    check_adapter,
+    check_base,
+    check_labels,
+    check_model,
+    check_tokens,
+    number_of_windows,
+)
 from .matching import LOSSES, Matching, Movable, check_given_counts, check_one_of, match, movable
 from .pair import Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
@@ -31,6 +39,7 @@ def calibrate(
     model: PreTrainedModel,
     tokens: Tensor,
     *,
+    labels: Tensor | None = None,
     base: PreTrainedModel | None = None,
     held_out: int | None = None,
     closed_windows: int | None = None,
@@ -50,6 +59,9 @@ def calibrate(
         model: a patched model, whole and on one device. Under an adapter of PEFT, only the adapter's parameters change.
         tokens: (N, T) int64 or int32: at least `held_out + 1` windows of text without padding, up to the length that
             the base was trained at.
+        labels: (N, T) `tokens`, with -100 for those that the held-out loss leaves out, as in transformers. Leave out
+            what the base was not trained to predict, such as a user's turns: its loss there says nothing. None means
+            that all tokens count.
         base: the model to imitate: another model of the same type, sizes, vocabulary and dtype. None means the same
             model before its patch.
         held_out: number of windows, from the end, that are only measured on. None means 8 windows, or fewer that hold
@@ -91,6 +103,7 @@ def calibrate(
     if adapted:
         check_adapter(inner, moves_weights=matching is not None and matching.weights == "query_key")
     held_out = check_tokens(tokens, inner, held_out)
+    check_labels(labels, tokens, held_out)
     closed_windows = number_of_windows(closed_windows, CLOSED_WINDOWS, tokens.shape[1])
     if matching is not None:
         matching.check_length(tokens.shape[1])
@@ -98,7 +111,7 @@ def calibrate(
     check_base(inner, patch, base)
     exact = torch.autocast(next(inner.parameters()).device.type, enabled=False)
     with alone(inner, "calibrate the model"), evaluation(inner), torch.enable_grad(), exact:
-        pair = Pair(inner, patch, base, tokens, held_out, own_weights=not adapted)
+        pair = Pair(inner, patch, base, tokens, held_out, labels=labels, own_weights=not adapted)
         trained: Movable = ((), ()) if matching is None else movable(pair, matching.weights)
         return _Run(pair, matching, closed_windows, judge, progress, trained).calibrate()
 
@@ -287,6 +300,7 @@ class _Run:
             "digest of the model": digest_of(pair.model),
             "digest of the base": "that of the model" if pair.other_base is None else digest_of(pair.other_base),
             "tokens": digest_of_tokens(torch.cat([pair.train, pair.held])),
+            "labels": "the tokens" if pair.labels.equal(pair.held) else digest_of_tokens(pair.labels),
             "held_out": len(pair.held),
             "closed_windows": self.windows,
             "judge": self.judge,

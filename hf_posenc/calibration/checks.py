@@ -15,6 +15,7 @@ from ..live.obstacles import check_in_place, check_unquantized, check_unwrapped
 from ..live.patch_record import Patch, adapted_parts, patch_of
 from ..live.weight_samples import have_moved
 from ..modules import PositionModule
+from .pair import IGNORED
 
 GIVE_BASE = "give the base, calibrate(model, tokens, base=...)"
 
@@ -111,6 +112,23 @@ def check_tokens(tokens: object, model: PreTrainedModel, held_out: int | None) -
             f"{count - 1}: use the model's own tokenizer"
         )
     return held_out
+
+
+def check_labels(labels: object, tokens: Tensor, held_out: int) -> None:
+    """Raise ValueError unless labels are None, or `tokens` with `IGNORED` in some places, not in all held-out ones."""
+    if labels is None:
+        return
+    if not isinstance(labels, Tensor) or labels.shape != tokens.shape:
+        actual = tuple(labels.shape) if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
+        raise ValueError(f"labels must have the shape of tokens, {tuple(tokens.shape)}, not {actual}")
+    counted = labels != IGNORED
+    if not labels[counted].equal(tokens[counted].to(labels)):
+        raise ValueError(f"labels must be the tokens, or {IGNORED} for those that the held-out loss leaves out")
+    if not counted[-held_out:, 1:].any():
+        raise ValueError(
+            f"labels leave out all tokens of the {held_out} held-out windows, which are the last ones: shuffle the "
+            "windows, or hold out more"
+        )
 
 
 def check_head(model: PreTrainedModel) -> None:

@@ -32,6 +32,8 @@ Values = Sequence[tuple[nn.Parameter, Tensor]]
 TOKENS_AT_ONCE = 1024
 """Number of tokens in one forward pass. The queries, keys and values of all layers stay in memory until it ends."""
 
+IGNORED = -100
+"""Label of a token that no loss counts, as in transformers."""
 
 TRACED = 16
 """Number of tokens with which the parameters of each attention are traced."""
@@ -93,6 +95,7 @@ class Pair:
         other_base: the base if it is another model; None if it is the same model before its patch.
         train: (N - held, T) windows that parameters are fitted to.
         held: (held, T) windows that are only measured on.
+        labels: (held, T) the same windows, with `IGNORED` for the tokens that no loss counts.
         layers: indices of the layers that have attention and a scheme.
         lenders: index of a layer that borrows keys and values -> index of the layer that computes them.
         watched: `layers` and the layers that lend to them.
@@ -111,6 +114,7 @@ class Pair:
         tokens: Tensor,
         held: int,
         *,
+        labels: Tensor | None = None,
         own_weights: bool = True,
     ) -> None:
         """Find the layers to compare, and copy the parameters that calibration changes.
@@ -121,6 +125,7 @@ class Pair:
             base: another model; None means the same model before its patch.
             tokens: (N, T) windows of text.
             held: number of windows, from the end, that are only measured on.
+            labels: (N, T) the tokens, with `IGNORED` for those that no loss counts; None means that all count.
             own_weights: whether closed forms may change the model's weights as well as the scheme's parameters.
 
         Raises:
@@ -130,6 +135,7 @@ class Pair:
         self.base_model = BaseModel.of(model)
         tokens = tokens.to(next(self.base_model.modules.token_embedding.parameters()).device, torch.int64)
         self.train, self.held = tokens[:-held], tokens[-held:]
+        self.labels = self.held if labels is None else labels[-held:].to(self.held)
         self.windows_at_once = max(1, TOKENS_AT_ONCE // tokens.shape[1])
         scheme_layers = {layer for scheme in patch.schemes for layer in self.base_model.layers_of(scheme)}
         self.layers = sorted(scheme_layers & set(self.base_model.sizes))
@@ -282,11 +288,11 @@ class Pair:
             limit: a loss above the limit becomes infinity. If the base's loss is known and below it, the remaining
                 windows are not read once the loss would be above it even if the model predicted them as the base does.
         """
-        total, most = 0.0, limit * len(self.held)
+        total, most = 0.0, limit * self._counted()
         remaining = self._base_losses if sum(self._base_losses) <= most else []
         with _with_values(values):
-            for i, window in enumerate(self.held):
-                total += _loss_of_window(self.model, window)
+            for i, loss in enumerate(self._losses(self.model)):
+                total += loss
                 if total + sum(remaining[i + 1 :]) > most:
                     total = math.inf
                     break
@@ -296,11 +302,21 @@ class Pair:
     def loss_of_base(self) -> float:
         """Return the base's mean next-token loss on the held-out windows, in nats."""
         with self.as_base() as base:
-            self._base_losses = [_loss_of_window(base, window) for window in self.held]
+            self._base_losses = list(self._losses(base))
         return self._mean_loss(sum(self._base_losses))
 
+    def _losses(self, model: PreTrainedModel) -> Iterator[float]:
+        """Yield the sum of the next-token losses of each held-out window, in nats."""
+        for window, labels in zip(self.held, self.labels, strict=True):
+            logits = model(window[None], use_cache=False).logits[0, :-1].float()
+            yield F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=IGNORED).item()
+
+    def _counted(self) -> int:
+        """Return the number of tokens that the loss counts."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
     def _mean_loss(self, total: float) -> float:
-        mean = [total / len(self.held)]
+        mean = [total / self._counted()]
         if dist.is_initialized():
             dist.broadcast_object_list(mean)
         return mean[0] if math.isfinite(mean[0]) else math.inf
@@ -457,12 +473,6 @@ class Pair:
         projections = {module for module, output in outputs if output.equal(query)}
         parameters = [p for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
         return parameters, projections.pop() if len(projections) == 1 else None
-
-
-def _loss_of_window(model: PreTrainedModel, window: Tensor) -> float:
-    """Return the mean next-token loss of a window (T,), in nats."""
-    logits = model(window[None], use_cache=False).logits[0, :-1].float()
-    return F.cross_entropy(logits, window[1:]).item()
 
 
 def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:

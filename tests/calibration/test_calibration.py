@@ -412,19 +412,20 @@ def test_vectors_beyond_what_windows_reach_are_settled():
     pair = pair_of(model)
     module, like, distances = pair.module(0), torch.empty(0), torch.arange(16 * LENGTH)
     with torch.no_grad():
-        module.position_projection.normal_(std=0.3)
+        module.position_projection.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     before = coefficients(module, like, distances, 4).detach()
     hold_tails(pair, 4)
     after = coefficients(module, like, distances, 4).detach()
     moved = (after - before)[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
     moved_by = (after - before - moved)[:, :LENGTH].norm()
-    assert moved_by < 0.1 * before[:, :LENGTH].norm()
+    assert moved_by < 0.2 * before[:, :LENGTH].norm()
     end = before[:, LENGTH * 3 // 4 : LENGTH].mean(1, keepdim=True)
     query = 8**-0.5 * torch.cat([torch.zeros(8), torch.ones(1)])  # the average one: see `coefficients`
     for times in (2, 4, 8):
-        fallen = (after - moved - end)[:, times * LENGTH] @ query
-        assert (fallen + 2 * math.log(times)).abs().max() < 0.7
-        assert ((before - end)[:, times * LENGTH] @ query + 2 * math.log(times)).abs().min() > 0.7
+        wrong = [
+            ((each - end)[:, times * LENGTH] @ query + 2 * math.log(times)).abs() for each in (after - moved, before)
+        ]
+        assert wrong[0].max() < 0.5 * wrong[1].min()
 
 
 def test_rows_of_a_table_are_those_of_the_table():
@@ -794,6 +795,10 @@ def test_a_state_of_something_else_is_refused(tmp_path):
         ({"tokens": windows().flip(0)}, "another calibration: tokens was 12 x 24, "),
         ({"base": tiny("llama")}, "another calibration: digest of the base was that of the model and is "),
         ({"closed_windows": 3}, "another calibration: closed_windows was 24 and is 3$"),
+        (
+            {"labels": windows().index_fill(1, torch.tensor(3), -100)},
+            "another calibration: labels was the tokens and is ",
+        ),
     ):
         model = patched()
         if "weights" in changes:
@@ -928,6 +933,10 @@ def test_adapters_and_dtypes():
         ({"rate": "fast"}, "rate must be a number, not 'fast'"),
         ({"tokens": windows() + 97}, "tokens hold the id .*, and the model's vocabulary has the ids 0 to 96"),
         ({"tokens": -1 - windows()}, "tokens hold the id -97, and the model's vocabulary"),
+        ({"labels": windows()[:, :-1]}, r"labels must have the shape of tokens, \(12, 24\), not \(12, 23\)"),
+        ({"labels": windows().tolist()}, r"labels must have the shape of tokens, \(12, 24\), not a list"),
+        ({"labels": windows() + 1}, "labels must be the tokens, or -100 for those that the held-out loss leaves out"),
+        ({"labels": torch.full((12, 24), -100)}, "labels leave out all tokens of the 8 held-out windows"),
         ({"judge": "me"}, "judge must be one of loss, attention, not 'me'"),
         ({"tokens": torch.zeros(8, dtype=torch.int64)}, r"tokens must be integers \(windows, length\)"),
         ({"held_out": 12}, "12 windows are too few: 12 are held out"),

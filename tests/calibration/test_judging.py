@@ -16,7 +16,6 @@ from snapshots import assert_same, snapshot
 
 import hf_posenc
 from hf_posenc import CheckpointError, Matching, calibrate, patch_model, unpatch_model
-from hf_posenc.calibration import pair as comparing
 from hf_posenc.calibration.checks import CLOSED_WINDOWS, HELD_OUT, number_of_windows
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.live.patch_record import patch_of
@@ -44,11 +43,12 @@ def written():
 
 
 @torch.no_grad()
-def loss(model, windows):
-    """Mean cross entropy of the next token."""
+def loss(model, windows, labels=None):
+    """Mean cross entropy of the next token, over labels that are not -100."""
     model.eval()
     logits = model(windows, use_cache=False).logits[:, :-1].double()
-    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    wanted = (windows if labels is None else labels)[:, 1:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1)[wanted != -100], wanted[wanted != -100]).item()
 
 
 # ----------------------------------------------------------------------------------------------------- what decides
@@ -76,6 +76,30 @@ def test_no_model_predicts_worse_than_its_swap(scheme, family, written):
     else:
         assert abs(said["held_out_loss"]["calibrated"] - expected["calibrated"]) < 1e-5
         assert said["stage"] == ("closed_form" if report.kept == "closed_form" else "attention")
+
+
+def test_tokens_without_a_label_do_not_count(written):
+    """In no loss, and so in no decision: here on tokens that the base predicts badly."""
+    windows = written("llama").clone()
+    half = LENGTH // 2
+    windows[:, half:] = torch.randint(97, (len(windows), half), generator=torch.Generator().manual_seed(3))
+    labels = windows.clone()
+    labels[:, half:] = -100
+    labels[-1] = -100  # a window without a label
+    reports = []
+    for given in (None, windows, labels):
+        model = tiny("llama")
+        expected = {"base": loss(model, windows[-8:], None if given is None else given[-8:])}
+        patch_model(model, "t5", share_layers=False, seed=0)
+        expected["swapped"] = loss(model, windows[-8:], None if given is None else given[-8:])
+        report = calibrate(model, windows, labels=given, matching=Matching(steps=5))
+        expected["calibrated"] = loss(model, windows[-8:], None if given is None else given[-8:])
+        for name, value in expected.items():
+            assert getattr(report.held_out_loss, name) == pytest.approx(value, abs=1e-5)
+        reports.append(report)
+    every, same, some = reports
+    assert every.held_out_loss == same.held_out_loss
+    assert some.held_out_loss.base < every.held_out_loss.base - 0.1
 
 
 @pytest.mark.slow
@@ -458,9 +482,9 @@ def test_trials_go_on_where_they_were(written, tmp_path):
 def test_windows_are_not_read_once_a_loss_cannot_come_below_the_limit(monkeypatch):
     """Even if the remaining ones were predicted as well as the base predicts them."""
     model = patch_model(tiny("llama"), "nope")
-    pair = comparing.Pair(model, patch_of(model), None, tokens(6, 24, seed=3), 4)
+    pair = Pair(model, patch_of(model), None, tokens(6, 24, seed=3), 4)
     losses = iter([1.0, 1.0, 1.0, 1.0, 1.5, 1.5, 1.5, 9.0, 1.0, 1.0, 1.0, 1.2])
-    monkeypatch.setattr(comparing, "_loss_of_window", lambda *_: next(losses))
+    monkeypatch.setattr(Pair, "_losses", lambda *_: (23 * next(losses) for _ in range(4)))
     assert pair.loss_of_base() == 1.0
     assert pair.loss(limit=1.3) == math.inf  # after the third of them: 1.5 + 1.5 + 1.5 + 1.0 is more than 4 * 1.3
     assert next(losses) == 9.0

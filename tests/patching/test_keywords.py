@@ -286,6 +286,16 @@ for keyword, value in {
             refuses(ValueError, calibrated, **{keyword: (0,) if keyword == "lengths" else 0})
 
 
+@shows("calibrate", "labels")
+def _(folder):
+    windows = tokens(9, 24, seed=0)
+    labels = windows.clone()
+    labels[:, 12:] = -100
+    losses = {given is None: calibrated(labels=given)[1].held_out_loss.base for given in (None, labels)}
+    assert losses[True] != losses[False]
+    refuses(ValueError, calibrated, labels=windows + 1)
+
+
 @shows("calibrate", "state_file", "save_every")
 def _(folder):
     written = []
