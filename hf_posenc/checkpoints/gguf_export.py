@@ -168,6 +168,8 @@ def _find_graph(patch: Patch, base: BaseModel, block: GgufBlock) -> tuple[str, T
     if len(patch.schemes) != 1:
         raise _refusal(patch, base, "a graph computes one scheme")
     scheme = patch.schemes[0]
+    if scheme.acts_on.joins():
+        raise _refusal(patch, base, f"the graphs do not compute {scheme.name}, which acts beside the base's positions")
     if len(base.layers_of(scheme)) != base.num_layers:
         raise _refusal(patch, base, "a graph computes the same scheme in every layer")
     if scheme.window is not None or base.windows:

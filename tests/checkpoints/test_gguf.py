@@ -236,6 +236,9 @@ def test_matrices_can_be_smaller(dtype, tmp_path):
         ("llama", "sinusoidal", {}, "no vectors"),
         ("gpt2", "learned", {}, "no vectors"),
         ("gpt2", "rope", {}, "no graph for it rotates"),
+        ("llama", "forgetting", {}, "which acts beside the base's positions"),
+        ("llama", "qk_norm", {}, "do not compute qk_norm"),
+        ("mistral", "temperature", {"strength": 0.5, "length": 16}, "do not compute temperature"),
         ("llama", "rope", {"scaling": {"rope_type": "dynamic", "factor": 4.0}}, "length of the text"),
         ("llama", "nope", {"layers": [0]}, "every layer"),
         ("llama", "alibi", {"window": 8}, "no sliding window"),
@@ -250,6 +253,18 @@ def test_what_no_graph_computes_is_refused(family, scheme, hyperparameters, reas
 
 
 @NO_TOKENIZER
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_no_other_scheme_is_written(family, tmp_path):
+    """A scheme that no test compares with llama.cpp's formulas, a new one too, has no file."""
+    compared = {scheme for name, scheme, _, _ in CASES if name == family}
+    given = {"temperature": {"strength": 0.5, "length": 16}}
+    for scheme in sorted(set(hf_posenc.available_schemes()) - compared):
+        model = made(family, scheme, **given.get(scheme, {}))
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="cannot be written to a GGUF file"):
+            hf_posenc.export_gguf(model, tmp_path / "model.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_weights_and_settings_without_a_place_are_refused(tmp_path):
     model = patch_model(tiny("llama", attention_bias=True), "alibi")
     with pytest.raises(hf_posenc.UnsupportedModelError, match=r"no place for .*k_proj\.bias"):
