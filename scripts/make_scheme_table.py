@@ -19,6 +19,7 @@ from hf_posenc.schemes.base import EVERY_SCHEME
 
 sys.path.insert(0, str(Path(__file__).parent))
 import marked
+from scheme_facts import exports, parameters
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = README.parent / "docs/schemes.md"
@@ -75,7 +76,15 @@ def main() -> int:
     check = parser.parse_args().check
     tables = {
         README: table({"what it does": first_line, "paper": papers}),
-        PAGE: table({"hyper-parameters": hyperparameters, "limit": limit, "paper": papers}),
+        PAGE: table(
+            {
+                "hyper-parameters": hyperparameters,
+                "limit": limit,
+                "parameters": parameters,
+                "exports": exports,
+                "paper": papers,
+            }
+        ),
     }
     # A list, so that each file is looked at.
     current = [marked.write(page, BEGIN, END, rows, check=check) for page, rows in tables.items()]

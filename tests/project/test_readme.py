@@ -169,7 +169,9 @@ def test_table_of_hyperparameters_is_current(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_scheme_table.py", "--check"])
     module = script("make_scheme_table")
     page = module.PAGE.read_text(encoding="utf-8")
-    assert "| `nope` | none | none |" in page
+    assert "| `nope` | none | none | 0 | stock (llama), GGUF (gpt2, llama) |" in page
+    assert f"| rows of the table | {1024 * 768:,} | stock (gpt2) |" in page  # learned: what GPT-2 has itself
+    assert f"| `t5` | `num_buckets=32`, `max_distance=128`, `share_layers=True` | none | {32 * 12} | none |" in page
     assert module.main() == 0, "run python scripts/make_scheme_table.py"
 
 
