@@ -187,9 +187,11 @@ class Pair:
         Args:
             tokens: (B, T) documents without padding.
         """
+        ours = self.arguments(
+            tokens
+        )  # first, because it runs the patched model: two records would need twice the memory
         with self.as_base() as base:
             theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
-        ours = self.arguments(tokens)
         shift: Tensor | float = 0.0
         if self.base_model.modules.position_table is not None:
             shift = _first_hidden_states(self.base_model, tokens) - self._first_hidden_states_of_base(tokens)
@@ -265,7 +267,10 @@ class Pair:
         """Return the arguments of the patched layers besides hidden states. They depend only on the shape of tokens."""
         if tokens.shape not in self._arguments:
             observed = observe(self.model, tokens, self.watched)
-            self._arguments[tokens.shape] = {index: each.layer for index, each in observed.items()}
+            self._arguments[tokens.shape] = {
+                index: replace(each.layer, hidden_states=each.layer.hidden_states.new_empty(0))
+                for index, each in observed.items()
+            }
         return self._arguments[tokens.shape]
 
     def _first_hidden_states_of_base(self, tokens: Tensor) -> Tensor:
@@ -359,6 +364,7 @@ class Pair:
                         for name, values in measured.items():
                             with _with_values(values):  # a form reads its parameters when it computes scores
                                 sums[name][index] += kl_of_rows(rows, ours[name], part).sum((0, 2)).cpu()
+                del theirs, inputs  # before the next batch makes its own
         for by_layer in sums.values():
             self._check_finite(by_layer)
         return {
@@ -398,6 +404,7 @@ class Pair:
                         size = head_dim if takes_queries(ours.form) else None
                         averages[index] = DistanceSums.empty(heads, batch.shape[1], batch.device, size=size)
                     averages[index].add(base, ours, mass=mass)
+                del theirs, inputs  # before the next batch makes its own
         self._check_finite({index: each.difference for index, each in averages.items()})
         return averages
 
