@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from hf_posenc import patch_model
 from hf_posenc.calibration import Matching, calibrate
 
-RATES = (1e-4, 3e-4, 1e-3)
+RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 TARGETS = ("text", "text and base")
 CONTROL = "control"
 CHOOSE, BATCH_TOKENS = 16, 2048
