@@ -46,8 +46,9 @@ class Scheme:
         sinks: number of tokens at the start of each sequence, or of each packed document, that every query sees, also
             when the window has passed them (StreamingLLM, Xiao et al. 2023, arXiv:2309.17453). Padding does not count.
             Distances to them do not grow with the text: they end at `window + sinks - 1`, as in StreamingLLM, which
-            counts inside its cache. A rotation keeps the keys' own positions instead, so there they do grow, but under
-            `far_rope`. None means 0. The learned sink logits of some bases are something else: no tokens.
+            counts inside its cache. A rotation keeps the keys' own positions instead, so there they do grow, except in
+            the kinds of `far_rope` that bound them. None means 0. The learned sink logits of some bases are something
+            else: no tokens.
     """
 
     name: ClassVar[str]
