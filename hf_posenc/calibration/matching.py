@@ -39,7 +39,9 @@ class Matching:
     Args:
         weights: the parameters to train. `scheme`: only the scheme's parameters. `query_key`: also all weights of the
             attention that make queries and keys. `adapter`: also such weights if they require gradients, as LoRA's do.
-            None means `adapter` for a model with an adapter, and `query_key` for any other model.
+            None means `adapter` for a model with an adapter, and `query_key` for any other model. On a base that adds
+            a table of positions to its hidden states, `query_key` and `adapter` also mean weights that make values,
+            which matched outputs move: they were trained with the table.
         steps: number of steps.
         batch_size: number of windows in a step.
         rate: learning rate of the scheme's parameters; it falls to 0 as a cosine.
@@ -190,6 +192,9 @@ def match(
             drawn = pair.train[order[rank].to(pair.train.device)]
             add = add_output_gradients if loss == "outputs" else _add_attention_gradients
             value = add(pair, matching.cut(step, drawn), parameters)
+            for p, alone in pair.value_parts:
+                if p.grad is not None:
+                    p.grad.masked_fill_(alone, 0.0)
             if processes > 1:
                 _average(parameters, processes)
             optimizer.step()

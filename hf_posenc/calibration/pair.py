@@ -99,7 +99,12 @@ class Pair:
         layers: indices of the layers that have attention and a scheme.
         lenders: index of a layer that borrows keys and values -> index of the layer that computes them.
         watched: `layers` and the layers that lend to them.
-        query_key: parameters of these layers' attention that change its scores, without duplicates.
+        values_move: whether the second stage may change values: the base adds a table of positions to its hidden
+            states, and its values were trained to read them.
+        query_key: parameters of these layers' attention that change its scores, or its values if `values_move`, without
+            duplicates.
+        value_parts: pairs of a parameter among `query_key` and a mask of the parts that change values alone. Empty if
+            `values_move`.
         projections: layer index -> the linear module whose outputs are the layer's queries before any position. None
             if the queries are not the outputs of one such module: after a norm, a fused projection or a clip.
         initial_values: `id` of a parameter that the first stage can change -> the parameter and its value before.
@@ -146,13 +151,15 @@ class Pair:
         self._base_losses: list[float] = []
         self.base_values: Values = []
         with self.as_base() as unpatched:
-            longest = BaseModel.of(unpatched).length
+            base_model = BaseModel.of(unpatched)
+            longest, self.values_move = base_model.length, base_model.modules.position_table is not None
         if longest is not None and tokens.shape[1] > longest:
             raise ValueError(
                 f"windows of {tokens.shape[1]} tokens are longer than the {longest} the base was trained at"
             )
         self.own_weights = own_weights
         self.token_embedding = self._find_token_embedding() if own_weights else None
+        self.value_parts: list[tuple[nn.Parameter, Tensor]] = []
         self.query_key, self.projections = self._find_score_weights()
         self.base_values = copied([*self.query_key, *([] if self.token_embedding is None else [self.token_embedding])])
         owners = [owner for index in self.layers if (owner := self.owner(index)) is not None]
@@ -458,7 +465,7 @@ class Pair:
     def _trace_attention(
         self, index: int, hidden: Tensor, arguments: LayerCall
     ) -> tuple[list[nn.Parameter], nn.Linear | None]:
-        """Return the parameters that change a layer's scores, and the projection of its queries, see `projections`."""
+        """Return a layer's part of `query_key`, and the projection of its queries, see `projections`."""
         attention = self.base_model.modules.attention_of[index]
         candidates = [p for p in attention.parameters() if p.is_floating_point()]
         required_grad = [p.requires_grad for p in candidates]
@@ -475,10 +482,23 @@ class Pair:
                 stack.callback(p.requires_grad_, flag)
                 p.requires_grad_(True)
             call = self.call(index, hidden, arguments)
-            gradients = torch.autograd.grad(call.query.sum() + call.key.sum(), candidates, allow_unused=True)
+            of_scores = torch.autograd.grad(
+                call.query.sum() + call.key.sum(), candidates, allow_unused=True, retain_graph=True
+            )
+            total = call.value.sum()
+            own = total.requires_grad  # a layer can borrow its values
+            of_values = torch.autograd.grad(total, candidates, allow_unused=True) if own else [None] * len(candidates)
         query = call.query.transpose(1, 2).flatten(2)
         projections = {module for module, output in outputs if output.equal(query)}
-        parameters = [p for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
+        parameters = []
+        for p, of_score, of_value in zip(candidates, of_scores, of_values, strict=True):
+            if of_score is None and (of_value is None or not self.values_move):
+                continue
+            parameters.append(p)
+            if of_score is not None and of_value is not None and not self.values_move:
+                alone = (of_score == 0) & (of_value != 0)
+                if alone.any():
+                    self.value_parts.append((p, alone))
         return parameters, projections.pop() if len(projections) == 1 else None
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from decoders import decoder
-from families import tiny, tokens
+from families import FAMILIES, LEARNED, tiny, tokens
 from matrix import matrix
 from situations import EMBEDDING_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
@@ -663,6 +663,26 @@ def test_outputs_come_closer_to_the_bases():
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     assert any(n.endswith("posenc.value_embeddings") for n in moved)
     assert all(moves(n) for n in moved)
+
+
+@pytest.mark.rows(default=5)
+@matrix(loss=["outputs", "attention"], family=FAMILIES)
+def test_values_move_with_outputs_where_a_table_of_positions_is_gone(loss, family):
+    """Also where one weight makes queries, keys and values, and where another one makes values."""
+    model = tiny(family)
+    patch_model(model, "alibi", seed=0)
+    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    with attending(model, pair.base_model), torch.no_grad():
+        _, inputs = pair.layer_inputs(windows()[:2])
+        before = pair.call(0, *inputs[0])
+    matching = Matching(loss=loss, steps=2, weight_rate=1e-2)
+    report = calibrate(model, windows(), matching=matching, judge="attention")
+    with attending(model, pair.base_model), torch.no_grad():
+        after = pair.call(0, *inputs[0])
+    if report.kept == loss:  # not put back
+        assert not after.query.equal(before.query)
+        assert not after.key.equal(before.key)
+    assert (not after.value.equal(before.value)) is (family in LEARNED and report.kept == "outputs")
 
 
 def test_each_length_gets_its_share_of_the_steps(monkeypatch):
