@@ -200,9 +200,12 @@ def recall(kind: str) -> str:
         summary = measured["summary"][name]
         before, after = summary["before"], summary.get("after", {})
         variant, _, start = name.rpartition(", ")
-        start = "attention matched" if start == "attention" else start
+        if start == "scratch":  # trained as the base was, and not fine-tuned
+            before, after = {}, before
+            runs = {seed: {"after": run["before"]} for seed, run in runs.items()}
+        start = {"attention": "attention matched", "scratch": "from scratch"}.get(start, start)
         cells = ["the base" if variant == "base" else f"`{variant}`, {start}", str(len(runs))]
-        cells += [percent(before["1x"]), *(percent(after.get(condition)) for condition in CONDITIONS)]
+        cells += [percent(before.get("1x")), *(percent(after.get(condition)) for condition in CONDITIONS)]
         cells.append("" if variant == "base" else to_base(runs, groups["base, plain"]))
         cells += [
             f"{after['solved']:.0%}" if after else "",
