@@ -70,8 +70,9 @@ def calibrate(
             that hold 6,144 tokens.
         matching: settings of the second stage; None leaves it out.
         judge: the measure on the held-out windows that decides. `loss`: the language-model loss. A stage that raises it
-            by more than 0.01 nats is taken back. If the heads' own forms predict worse than one form for all heads, all
-            heads get that form. `attention`: the distance of the attention from the base's, whatever the loss.
+            by more than 0.01 nats is taken back, and so are matched outputs that raise it at all. If the heads' own
+            forms predict worse than one form for all heads, all heads get that form. `attention`: the distance of the
+            attention from the base's, whatever the loss.
         progress: show progress bars of windows, layers and steps.
         **unknown: refused. For a field of `Matching` the message says so.
 

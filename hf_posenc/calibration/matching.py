@@ -50,7 +50,7 @@ class Matching:
             base's values, where each layer reads the patched model's own hidden states and so makes good what the
             layers below it do differently. `attention`: the KL divergence from the base's attention, where each layer
             reads the base's hidden states. None means `outputs`, and then `attention` if the model predicts worse after
-            `outputs`; under `judge="attention"` it means `attention`.
+            `outputs` by more than 0.01 nats; under `judge="attention"` it means `attention`.
         lengths: lengths of the windows in tokens. Each length gets an equal share of the steps, in this order. The
             windows of `tokens` are cut to it, so it must divide their length. None means uncut windows.
         seed: seed of the order of windows.
