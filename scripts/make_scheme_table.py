@@ -34,7 +34,7 @@ def first_line(documented: object) -> str:
 
 
 def hyperparameters(scheme: type[Scheme]) -> str:
-    """`name=default` of each that not every scheme has, with `None` where the base model decides or the option is off."""
+    """`name=default` of each that not every scheme has. `None`: by the base or the scheme, or off."""
     own = [field for field in fields(scheme) if field.name not in EVERY_SCHEME]
     names = (f"`{field.name}={field.default!r}`".replace("|", r"\|") for field in own)
     return ", ".join(names) or "none"

@@ -28,10 +28,10 @@ class Forgetting(TokenScheme):
     `D_ij = log f_(j+1) + ... + log f_i`, which is 0 for the token itself. `w` and `b` are trained.
 
     Beyond the training length: no limit; gates depend on tokens and not on positions.
-    Deviations: `w` starts at 0 and `b` at `bias`, so that a trained model hardly changes. At the start `D_ij` is
-    `-log(1 + exp(-bias))` for each token of distance. With 5 that is -0.0067, so no score changes by more than 0.0067
-    times the distance. Tokens that a query cannot see, such as padding, have no gate for it. The paper's gates of
-    outputs and its norms are not part of the scheme.
+    Deviations: `w` starts at 0 and `b` at `bias`, so that a trained model changes little at first. At the start `D_ij`
+    is `-log(1 + exp(-bias))` for each token of distance. With 5 that is -0.0067, so a score changes by -0.067 at a
+    distance of 10 tokens and by -3.4 at 512. Tokens that a query cannot see, such as padding, have no gate for it. The
+    paper's gates of outputs and its norms are not part of the scheme.
     Source: Lin et al. 2025, arXiv:2503.02130.
 
     Args:
