@@ -32,8 +32,9 @@ def harness_model(
     Args:
         model: a patched model on its device, or a stock model for comparison.
         tokenizer: the model's tokenizer.
-        max_length: context length in tokens. None means the length in the config, which a scheme without a limit sets
-            to at least 131072. Give the trained length for rolling perplexities, which otherwise take one window.
+        max_length: context length in tokens. None means the length in the config. Schemes without a limit that do
+            not rotate set it to at least 131072. Then give the trained length for rolling perplexities, which otherwise
+            take one window.
         cut_prompts: let the harness cut long prompts, as it does by default.
         **options: options of `lm_eval.models.huggingface.HFLM`, for instance `batch_size`.
 

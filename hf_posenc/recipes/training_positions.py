@@ -66,7 +66,7 @@ class ChosenPositions:
     - `randomised` (Ruoss et al. 2023, arXiv:2305.16843, section 3.1): `L` different ids, drawn uniformly from `0 .. P -
       1` and sorted. The paper draws once for a batch, here each window has its own ids.
     - `real` (arXiv:2602.14050): `L` real numbers, drawn uniformly from 0 to `P - 1` and sorted. For schemes that are
-      functions of the distance; all others refuse them.
+      defined between whole positions, or read no positions; all others refuse them.
 
     Attributes:
         kind: `pose`, `randomised` or `real`.
