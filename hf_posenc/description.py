@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from .live.eval_mode import evaluation
 from .live.obstacles import brought_in, check_unwrapped, is_offloaded
 from .live.patch_record import patch_of, without_adapter
 from .live.watch import caught
-from .modules import owner_of, position_parameters
+from .modules import ScoreModule, owner_of, position_parameters
 from .positions import Positions
 from .registry import family_for
 from .schemes.base import Scheme
@@ -173,8 +173,28 @@ def which_engine(
         call = _call_of(base, attention, length, keys, dtype or model.dtype)
         module = owner_of(attention.posenc)
         with brought_in(model, module):
-            call = replace(call, module=module, form=module.form(call.query), dropout=dropout, weights=weights)
-            return choose(on_attention(attention).engine, call)
+            handed_on = _handed_on(module, replace(call, dropout=dropout, weights=weights))
+            return choose(on_attention(attention).engine, handed_on)
+
+
+class _HandedOn(BaseException):
+    """Carry the call that a module hands to an engine out of its forward, and stop there."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+def _handed_on(module: ScoreModule, call: Call) -> Call:
+    """Return the call that a module hands to an engine: some rotate queries and keys, and leave no formula to do."""
+
+    def attend(call: Call) -> NoReturn:
+        raise _HandedOn(call)
+
+    try:
+        module(call, attend)
+    except _HandedOn as handed_on:
+        return handed_on.call
+    raise AssertionError(f"{type(module).__name__} handed no call to an engine")
 
 
 def _layer_with_attention(base: BaseModel, layer: int | None) -> int:

@@ -650,6 +650,23 @@ def test_which_engine(monkeypatch):
         which_engine(forced, 4096)
 
 
+KINDS = {f"far_rope {kind}": ("far_rope", {"kind": kind}) for kind in ("rerope", "self_extend", "dual_chunk", "dynamic")}
+OTHERS = KINDS | {"rope_by_head": ("rope_by_head", {}), "rope_by_head [0]": ("rope_by_head", {"pairs": [0]})}
+
+
+@torch.no_grad()
+@pytest.mark.rows(default=8)
+@matrix(case=[*SCORE_SCHEMES, *OTHERS], length=[16, 40, 700])
+def test_which_engine_names_the_engine_that_runs(case, length, monkeypatch):
+    """Also where the scheme rotates queries and keys itself, and hands on what has a simpler formula, or none."""
+    scheme, options = OTHERS.get(case, (case, {}))
+    model = patch_model(tiny("llama", max_position_embeddings=64), scheme, seed=0, **options).eval()
+    said, ran = which_engine(model, length).engine, []
+    monkeypatch.setattr(dispatch, "choose", lambda *given: ran.append(choose(*given)) or ran[-1])
+    model(torch.zeros(1, length, dtype=torch.int64), use_cache=False)
+    assert said == ran[0].engine
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", SCORE_SCHEMES)
