@@ -650,7 +650,9 @@ def test_which_engine(monkeypatch):
         which_engine(forced, 4096)
 
 
-KINDS = {f"far_rope {kind}": ("far_rope", {"kind": kind}) for kind in ("rerope", "self_extend", "dual_chunk", "dynamic")}
+KINDS = {
+    f"far_rope {kind}": ("far_rope", {"kind": kind}) for kind in ("rerope", "self_extend", "dual_chunk", "dynamic")
+}
 OTHERS = KINDS | {"rope_by_head": ("rope_by_head", {}), "rope_by_head [0]": ("rope_by_head", {"pairs": [0]})}
 
 
