@@ -131,7 +131,7 @@ def name_base(model: PreTrainedModel, config: PeftConfig) -> PeftConfig:
     """Return a PEFT config that names the patched base of its adapter. `load_adapter` compares the name.
 
     PEFT keeps the name in configs with a `task_type`, and drops it from other configs. Adapters inside the model, such
-    as LoRA's, are named without this function. Call it for prompts and prefixes, before `get_peft_model`.
+    as LoRA's, are named without this function. For prompts and prefixes, pass `get_peft_model` the config it returns.
 
     Args:
         model: a patched model.
@@ -199,8 +199,9 @@ def require_same_base(
         raise CheckpointError(
             f"hf_posenc: the adapter {adapter} names {base}: it cannot be told whether it was trained on "
             f"{_describe(own_entry)}. An adapter names its base if its config has a task_type and it sits inside the "
-            "model; for prompts and prefixes hf_posenc.lora.name_base(model, config) adds the name. If you know that "
-            "the adapter fits, peft.PeftModel.from_pretrained(model, adapter) loads it unchecked"
+            "model; for prompts and prefixes train with the config that hf_posenc.lora.name_base(model, config) "
+            "returns. If you know that the adapter fits, peft.PeftModel.from_pretrained(model, adapter) loads it "
+            "unchecked"
         )
     if not _are_the_same(trained_on, own_entry):
         raise CheckpointError(

@@ -7,7 +7,7 @@ import, and says so only in its log):
       - axolotl_plugin.PositionEncoding
     position_encoding: transformer_xl
     position_encoding_text: book.txt # to calibrate with: a few hundred windows are enough
-    learning_rate: 0.0003            # more would undo the calibration
+    learning_rate: 0.0003            # at 1e-3 calibrated models got worse
     attn_implementation: sdpa        # flash attention cannot carry a scheme on scores, and is refused
     lora_modules_to_save: [posenc]   # with an adapter: train and save the scheme's parameters whole
 
