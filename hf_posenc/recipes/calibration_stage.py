@@ -30,8 +30,8 @@ MAX_DEFAULT_LENGTH = 256
 """Upper limit of the default window length, in tokens. Short windows cost less, and suffice for a model that looks no
 further back."""
 CALIBRATED_RATE, PLAIN_RATE = 3e-4, 1e-3
-"""Default peak learning rates of fine-tuning. The rate that a plain swap needs would undo a calibration within a few
-steps."""
+"""Default peak learning rates of fine-tuning. At the rate that a plain swap needs, calibrated models predict worse than
+at lower rates."""
 UNCHANGED = 1e-5
 """Increase of the held-out loss, in nats, below which a swap has changed nothing but rounding errors."""
 

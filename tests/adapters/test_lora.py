@@ -281,7 +281,10 @@ def test_an_adapter_of_a_stock_base(kind, tmp_path):
 
 def test_an_adapter_that_says_nothing_of_its_base(tmp_path):
     drawn(patched_model("shaw", "llama"), PROMPTS["prompt"]()).save_pretrained(tmp_path / "prompt")
-    with pytest.raises(CheckpointError, match=r"names no base: it cannot be told.*the config that \S*name_base.* returns.*loads it unchecked"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"names no base: it cannot be told.*the config that \S*name_base.* returns.*loads it unchecked",
+    ):
         load_adapter(patched_model("shaw", "llama"), tmp_path / "prompt")
     # Without a task type PEFT writes the class of the base, and nothing else.
     config = peft.LoraConfig(target_modules=["q_proj"])

@@ -745,6 +745,18 @@ def test_a_missing_stock_weight_is_an_error_of_ours(loader, tmp_path):
         loader(tmp_path)
 
 
+def test_a_weight_left_over_that_belongs_to_no_scheme(tmp_path):
+    """The digests refuse it. Without them, loading ignores it, as transformers does."""
+    model = patched_model("shaw", "llama")
+    model.save_pretrained(tmp_path)
+    config = (tmp_path / "config.json").read_text()
+    change_weights(tmp_path, lambda state: state.update({"extra.weight": torch.zeros(4)}))
+    assert logits(from_pretrained(tmp_path)).equal(logits(model))
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors in .* not what was saved"):
+        from_pretrained(tmp_path)
+
+
 def test_a_truncated_shard(tmp_path):
     patched_model("shaw", "llama").save_pretrained(tmp_path, max_shard_size="20KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

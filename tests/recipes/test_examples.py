@@ -127,7 +127,9 @@ def test_sft_trainer_trains_a_calibrated_model(example, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["sft_trainer", "qlora"])
 def test_the_examples_train_as_gently_as_a_calibration_needs(name, recipes):
     """The rate that docs/fine_tune.md names: at 1e-3 calibrated models got worse."""
-    assert 'default=3e-4, help="at 1e-3 calibrated models got worse' in (recipes / "examples/sft_trainer.py").read_text(encoding="utf-8")
+    assert 'default=3e-4, help="at 1e-3 calibrated models got worse' in (recipes / "examples/sft_trainer.py").read_text(
+        encoding="utf-8"
+    )
     assert "calibrate(" in (recipes / f"examples/{name}.py").read_text(encoding="utf-8")
 
 
