@@ -199,9 +199,14 @@ class Family:
         return self.attention is not None and self.attention.mask_as_bool
 
     @property
+    def has_latent_attention(self) -> bool:
+        """Whether its layers compute keys and values of all heads from one vector per token (MLA)."""
+        return self.names.attention_head_dim == "qk_head_dim"
+
+    @property
     def loses_numbers(self) -> str | None:
         """Why numbers that are cached beside its keys would not reach attention, or None if they do."""
-        if self.names.attention_head_dim == "qk_head_dim":
+        if self.has_latent_attention:
             return "caches one vector for the keys of all heads (latent attention)"
         return self.keeps_no_numbers
 
