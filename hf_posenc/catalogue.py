@@ -80,8 +80,8 @@ def _special(family: Family) -> tuple[str, ...]:
         "documents packed into one row see each other": joins_documents and not family.positions_in_mask,
         "latent attention": family.has_latent_attention,
         "attends in code of its own, which is replaced under every scheme": family.always_replaced,
-        "its queries are scaled by position: `rope` keeps this, other schemes that replace its positions turn it off or "
-        "are refused": queries_grow,
+        "its queries are scaled by position: `rope` keeps this, other schemes that replace its positions turn it off "
+        "or are refused": queries_grow,
         "its last layers use keys and values of earlier layers, and rotate queries as those do": borrows_keys,
         "the number of heads differs by layer": family.names.attention_heads is not None,
     }
