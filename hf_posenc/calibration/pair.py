@@ -194,9 +194,8 @@ class Pair:
         Args:
             tokens: (B, T) documents without padding.
         """
-        ours = self.arguments(
-            tokens
-        )  # first, because it runs the patched model: two records would need twice the memory
+        # First, because it runs the patched model: two records at once would take twice the memory.
+        ours = self.arguments(tokens)
         with self.as_base() as base:
             theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
         shift: Tensor | float = 0.0
