@@ -288,7 +288,7 @@ for keyword, value in {
 
 @shows("calibrate", "labels")
 def _(folder):
-    windows = tokens(9, 24, seed=0)
+    windows = tokens(9, 24, seed=3)  # those of `calibrated`
     labels = windows.clone()
     labels[:, 12:] = -100
     losses = {given is None: calibrated(labels=given)[1].held_out_loss.base for given in (None, labels)}
