@@ -127,7 +127,8 @@ def which_engine(
 
     The answer is for the model's device. `which_engine` runs the model on one token, in evaluation mode, up to the
     attention of the layer. It runs an offloaded model to its end, because the weights come and go layer by layer. On a
-    GPU this may take seconds, because it compiles FlexAttention and tries it first.
+    GPU this may take seconds, because it compiles FlexAttention and tries it first. A scheme that rotates queries and
+    keys itself, such as `far_rope`, rotates those of one layer at this length, which takes memory.
 
     Args:
         model: a patched model, also with an adapter of PEFT around it.

@@ -8,8 +8,7 @@ from pathlib import Path
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_posenc
-from hf_posenc import Scheme, patch_model
-from hf_posenc.modules import PositionModule
+from hf_posenc import Scheme, describe, patch_model
 
 NEEDED = {"temperature": {"strength": 0.5, "length": 16}}
 """Hyper-parameters without which a scheme refuses these models, because it would change nothing."""
@@ -34,9 +33,7 @@ def bases(width: int, layers: int, length: int) -> dict[str, PreTrainedModel]:
 def parameters(scheme: type[Scheme]) -> str:
     """Number of trained parameters that a scheme adds to a model of GPT-2 small's shape."""
     model = patch_model(bases(768, 12, 1024)["llama"], scheme.name, seed=0, **NEEDED.get(scheme.name, {}))
-    modules = [module for module in model.modules() if isinstance(module, PositionModule)]
-    found = {id(p): p.numel() for module in modules for p in module.parameters() if p.requires_grad}
-    return f"{sum(found.values()):,}"
+    return f"{describe(model).parameters:,}"
 
 
 @cache
