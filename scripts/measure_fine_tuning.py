@@ -6,7 +6,7 @@ python scripts/measure_fine_tuning.py CHECKPOINT --schemes t5 --json results.jso
 python scripts/measure_fine_tuning.py embedded --schemes t5 --json results.json        the small GPT-2 of the recipes
 
 Each scheme is calibrated, then fine-tuned on the text alone, and on the text together with the base's predictions; the
-base is fine-tuned in the same two ways, as the control. Each of these takes the learning rate of `RATES` that has the
+base is fine-tuned in the same two ways, as the control. Each of these takes the learning rate of `--rates` that has the
 lowest loss after a tenth of the tokens, on held-out windows that are not measured. Results are written after each run;
 an interrupted measurement goes on.
 """
@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from hf_posenc import patch_model
 from hf_posenc.calibration import Matching, calibrate
 
-RATES = (3e-5, 1e-4, 3e-4, 1e-3)
+RATES = (1e-4, 3e-4, 1e-3)
 TARGETS = ("text", "text and base")
 CONTROL = "control"
 CHOOSE, BATCH_TOKENS = 16, 2048
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, checkpoint: str, parts: list[list[int]]
             for target in missing:
                 began, teaches = time.process_time(), None if target == "text" else teacher
                 losses = {}
-                for rate in RATES:
+                for rate in options.rates:
                     tokens = [max(options.tokens) // 10]
                     model = copy.deepcopy(begin)
                     (after,) = tuned(options, model, train, teaches, choose, rate, tokens, seed).values()
@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
     parser.add_argument("--held-out-tokens", type=int, default=32_768, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[10_000, 61_000, 250_000], help="of fine-tuning")
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to choose from")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
     if options.checkpoint == calibration.EMBEDDED and options.text:
