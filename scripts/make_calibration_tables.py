@@ -35,6 +35,12 @@ CHECKED = ("embedded", "craftgpt-5M", "stories260K", "bitllama2-3M")
 TUNED = ("stories260K", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 MIXED = ("stories260K", "embedded")
 RECALLED = ("rotating", "table")
+RECALL_STARTS = {
+    "attention": "attention matched",
+    "unlabelled": "calibrated without labels",
+    "scratch": "from scratch",
+}
+"""Start -> what the tables of recall call it; the others by their names."""
 CONDITIONS = ("1x", "distance 8x", "distance 16x", "items 4x")
 """Columns of the tables of recall."""
 SCHEMES = {"mixture": "`t5` in every other layer", "nope": "no positions"}
@@ -203,7 +209,7 @@ def recall(kind: str) -> str:
         if start == "scratch":  # trained as the base was, and not fine-tuned
             before, after = {}, before
             runs = {seed: {"after": run["before"]} for seed, run in runs.items()}
-        start = {"attention": "attention matched", "scratch": "from scratch"}.get(start, start)
+        start = RECALL_STARTS.get(start, start)
         cells = ["the base" if variant == "base" else f"`{variant}`, {start}", str(len(runs))]
         cells += [percent(before.get("1x")), *(percent(after.get(condition)) for condition in CONDITIONS)]
         cells.append("" if variant == "base" else to_base(runs, groups["base, plain"]))

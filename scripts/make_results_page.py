@@ -39,6 +39,7 @@ STARTS = {
     "closed_form": "closed forms",
     "attention": "attention matched",
     "outputs": "calibrated",
+    "unlabelled": "calibrated without labels",
     "scratch": "from scratch",
 }
 """Start -> what the page calls it."""

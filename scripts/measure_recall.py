@@ -62,8 +62,9 @@ VARIANTS = {
     | BOTH,
     "table": {"rope": "rope", "rope, forgetting": '["rope", "forgetting"]'} | BOTH,
 }
-STARTS = ("plain", "calibrated", "attention", "scratch")
-"""`attention` is calibrated, too, but by matching attention instead of what heads read."""
+STARTS = ("plain", "calibrated", "attention", "unlabelled", "scratch")
+"""`attention` and `unlabelled` are calibrated, too: by matching attention instead of what heads read, and without labels,
+so that tokens that no base was trained to predict count in the loss that decides."""
 TIMES = (2, 4, 8, 16)
 """Multiples of the trained length."""
 RATES = (3e-4, 1e-3, 3e-3)
@@ -122,7 +123,8 @@ def swapped(kind: str, name: str, start: str, seed: int, material: tuple[Tensor,
     order = torch.randperm(len(rows), generator=generator)  # they come task by task
     labels = rows.masked_fill(~scored, -100)  # most tokens of a task are random: the base's loss there says nothing
     matching = Matching(seed=seed, loss="attention" if start == "attention" else None)
-    return model, calibrate(model, rows[order], labels=labels[order], matching=matching).kept
+    given = None if start == "unlabelled" else labels[order]
+    return model, calibrate(model, rows[order], labels=given, matching=matching).kept
 
 
 def fine_tune(model: PreTrainedModel, material: tuple[Tensor, TaskTokens], count: int, rate: float, seed: int) -> None:

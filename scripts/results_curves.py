@@ -16,6 +16,7 @@ STYLES = {
     "closed_form": ("#009e73", "2 3", 2.5),
     "attention": ("#56b4e9", "8 2 2 2", 2.5),
     "outputs": ("#0072b2", "", 2.5),
+    "unlabelled": ("#e69f00", "4 2", 2),
     "scratch": ("#cc79a7", "9 3 2 3", 2),
 }
 """Start -> colour, dashes and width of its line. Colours of Okabe and Ito; the dashes tell the lines apart in grey."""
