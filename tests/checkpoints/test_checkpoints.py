@@ -1074,10 +1074,12 @@ def test_tables_are_baked(case, family, tmp_path):
 
 STOCK = {"rope": set(ROTARY), "nope": {"llama", "smollm3"}, "learned": set(LEARNED), "sinusoidal": set(LEARNED)}
 """Scheme -> the families of which a stock class computes it. The tests above compare them."""
-REFUSED = [(case, family) for case in SCHEMES for family in FAMILIES if family not in STOCK.get(CASES[case][0], ())]
+NO_STOCK_CLASS = [
+    (case, family) for case in SCHEMES for family in FAMILIES if family not in STOCK.get(CASES[case][0], ())
+]
 
 
-@matrix(REFUSED, case=None, family=None)
+@matrix(NO_STOCK_CLASS, case=None, family=None)
 def test_what_no_stock_class_computes(case, family, tmp_path):
     with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes"):
         export_stock(patched_model(case, family), tmp_path)

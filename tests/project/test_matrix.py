@@ -1,5 +1,6 @@
 """Which tier runs a row: selections are complete, small and the same everywhere, and no row is lost."""
 
+import ast
 import itertools
 import re
 import subprocess
@@ -132,6 +133,23 @@ def test_every_row_is_in_one_tier(tmp_path):
     assert len(rows) == len(set(rows)) == sum(map(sum, EXPECTED.values()))
     counts = {tier: Counter(row.partition("[")[0] for row in rows) for tier, rows in found.items()}
     assert {test: tuple(counts[tier][test] for tier in TIERS) for test in EXPECTED} == EXPECTED
+
+
+def bound_twice(source):
+    """Names at the top of a module that a second statement gives another value: tests above it read the last one."""
+    names = [
+        target.id
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id != "_"
+    ]
+    return {name for name, times in Counter(names).items() if times > 1}
+
+
+def test_no_table_of_tests_is_replaced_by_a_later_one():
+    assert bound_twice("WAYS = {}\ndef test(): WAYS['a']\nWAYS = []") == {"WAYS"}
+    assert {path: names for path in FILES if (names := bound_twice(path.read_text(encoding="utf-8")))} == {}
 
 
 def test_every_folder_of_tests_has_its_row_in_the_readme():
