@@ -319,11 +319,11 @@ class RelativeKeys(Form):
 
 @dataclass(frozen=True)
 class LinearVectors:
-    """Parameters that the vectors by distance of a form are linear in: `r_d = features_d weight`.
+    """Parameters that the vectors by distance of a form, or its bias, are linear in: `r_d = features_d weight`.
 
     Attributes:
         features: (N, E) of some distances.
-        weight: (H, E, D), or (1, E, D) if the heads share it: a view of a parameter.
+        weight: (H, E, D), or (1, E, D) if the heads share it: a view of a parameter. (H, E, 1) for a bias.
         position_bias: (H, D) `v` of `RelativeKeys`: the module's own parameter, or another module's values. None for a
             form without it.
     """

@@ -87,9 +87,9 @@ class ScoreModule(PositionModule):
         return None
 
     def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors | None:
-        """Return the parameters that the form's vectors by distance are linear in, or None if there are none.
+        """Return the parameters that the form's vectors by distance, or its bias, are linear in, or None.
 
-        Calibration then solves for them. Without this it searches for the parameters of a form with vectors.
+        Calibration then solves for them. Without this it searches for them.
 
         Args:
             distances: integers (N,).

@@ -6,7 +6,6 @@ scheme's parameters to it, without reading text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,40 +85,48 @@ class DistanceSums:
         """
         for part in parts(base):
             theirs, ours = rows_of(base, part), rows_of(scheme, part, content=True)
-            shape = theirs.scores.shape
-            visible = (theirs.visible & ours.visible).expand(shape)
-            at = theirs.distance.expand(shape).long()
+            visible, seen = theirs.visible & ours.visible, slice(theirs.scores.shape[-1])
 
-            def by_distance(values: Tensor, at: Tensor = at, visible: Tensor = visible) -> Tensor:
-                """Sum by distance, (B, H|1, R, L) -> (B, H|1, R, T). As a rule a query has one key per distance."""
-                heads = slice(0, values.shape[1])
-                sums = values.new_zeros(*values.shape[:-1], len(self.pairs))
-                return sums.scatter_add_(-1, at[:, heads], values.masked_fill(~visible[:, heads], 0.0))
-
-            def total(values: Tensor, by_distance: Callable[[Tensor], Tensor] = by_distance) -> Tensor:
-                return by_distance(values).sum(2).sum(0, dtype=torch.float64)
+            def total(values: Tensor, visible: Tensor = visible) -> Tensor:
+                return _by_distance(values, visible).sum(2).sum(0, dtype=torch.float64).flip(-1)
 
             base_scores, products = theirs.scores, ours.scores
-            self.pairs += total(torch.ones_like(base_scores[:, :1]))[0]
+            self.pairs[seen] += total(torch.ones_like(base_scores[:, :1]))[0]
             if mass:
-                self.mass += total(theirs.weights[..., : shape[-1]])
+                self.mass[:, seen] += total(theirs.weights[..., seen])
             if scheme.form is not None and scheme.form.multiplies:
                 content = scheme.form.content(products)
-                self.product += total(base_scores * content)
-                self.square += total(content * content)
-            difference = by_distance(base_scores - products)
-            self.difference += difference.sum(2).sum(0, dtype=torch.float64)
+                self.product[:, seen] += total(base_scores * content)
+                self.square[:, seen] += total(content * content)
+            difference = _by_distance(base_scores - products, visible)
+            self.difference[:, seen] += difference.sum(2).sum(0, dtype=torch.float64).flip(-1)
             if self.by_query is not None and self.moment is not None:
                 query = (scheme.scaling * scheme.query[:, :, part]).to(difference.dtype)
                 query = F.pad(query, (0, 1), value=scheme.ratio * scheme.scaling)
-                seen = visible.sum(-1)[..., None] * query
-                self.by_query += (difference.mT @ query).sum(0, dtype=torch.float64)
-                self.moment += (seen.mT @ query).sum(0, dtype=torch.float64)
+                self.by_query[:, seen] += (difference.mT @ query).sum(0, dtype=torch.float64).flip(1)
+                self.moment += ((visible.sum(-1)[..., None] * query).mT @ query).sum(0, dtype=torch.float64)
 
     @property
     def mean_difference(self) -> Tensor:
         """Return the mean by distance of the base's score minus `q . k`, (H, T)."""
         return self.difference / self.pairs.clamp(min=1)
+
+
+def _by_distance(values: Tensor, visible: Tensor) -> Tensor:
+    """Return what each query has at each distance, from the largest to 0; 0 where its key is invisible or none.
+
+    This is a view with one step more from row to row: in the next row the same distance is one key further right.
+
+    Args:
+        values: (B, H, R, L) numbers of R queries and L keys. The last query is the last key, without gaps between them.
+        visible: (B|1, 1|H, R, L) bool.
+
+    Returns:
+        (B, H, R, L), the distance L - 1 first.
+    """
+    padded = F.pad(values.masked_fill(~visible[:, : values.shape[1]], 0.0), (values.shape[2], 0))
+    batch, head, row, key = padded.stride()
+    return padded.as_strided(values.shape, (batch, head, row + key, key), key)
 
 
 @dataclass(frozen=True)

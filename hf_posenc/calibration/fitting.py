@@ -1,6 +1,6 @@
 """Fit a scheme's parameters to the coefficients that closed forms want at every distance.
 
-Parameters that the vectors by distance are linear in are solved for. All others are searched for in float64.
+Parameters that a bias or vectors by distance are linear in are solved for. All others are searched for in float64.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ..forms import Form, is_one_of
+from ..forms import Form, LinearVectors, is_one_of
 from ..modules import ScoreModule
 from .closed_forms import WAVES, Target, coefficients, form_of, takes_queries
 
@@ -63,10 +63,11 @@ def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
     wide = like.double()
     heads, seen, _ = targets[0].values.shape
     problem = _problem(form_of(wide_module, wide), targets, wide.device)
-    if not _solve(wide_module, wide, problem):
-        _search(wide_module, wide, problem)
-        if not takes_queries(wide_module.form(wide)):  # without the tail, vectors diverge at greater distances
-            _search(wide_module, wide, problem.without_tail())
+    # Vectors keep the tail: without it they would diverge at greater distances.
+    problems = [problem] if takes_queries(wide_module.form(wide)) else [problem, problem.without_tail()]
+    for each in problems:
+        if not _solve(wide_module, wide, each):
+            _search(wide_module, wide, each)
     initial = [each.detach().clone() for each in module.parameters()]
     with torch.no_grad():
         for parameter, fitted in zip(module.parameters(), wide_module.parameters(), strict=True):
@@ -123,20 +124,45 @@ def _problem(form: Form, targets: list[Target], device: torch.device) -> _Proble
 
 
 def _solve(module: ScoreModule, like: Tensor, problem: _Problem) -> bool:
-    """Solve for parameters that the vectors by distance are linear in. Return False if the module has none that train.
+    """Solve for parameters that the coefficients are linear in. Return False if the module has none that train.
 
-    The ridges pull towards the present values. So values that the problem does not determine stay what they are.
+    Values that the problem does not determine stay what they are.
 
     Args:
         module: the module, in float64.
         like: empty float64 tensor on the device of the queries.
         problem: what to fit.
     """
-    form, vectors = form_of(module, like), module.linear_vectors(problem.distances, like)
-    weights = problem.weights[0, 0]
-    if vectors is None or not vectors.weight.requires_grad:
+    form, linear = form_of(module, like), module.linear_vectors(problem.distances, like)
+    if linear is None or not linear.weight.requires_grad:
         return False
-    if not torch.allclose(problem.weights, weights):  # layers with different windows share the module
+    if not takes_queries(form):
+        return not form.multiplies and _solve_curve(linear, problem)
+    return _solve_vectors(form, linear, problem)
+
+
+@torch.no_grad()
+def _solve_curve(linear: LinearVectors, problem: _Problem) -> bool:
+    """Solve for the weight of a bias by distance. Return True."""
+    features, weight = linear.features, linear.weight[..., 0]
+    moments, right = weight.new_zeros(*weight.shape, weight.shape[-1]), torch.zeros_like(weight)
+    for weights, wanted, metric in zip(problem.weights, problem.wanted, problem.metric, strict=True):
+        centred = features - (weights @ features)[:, None]  # (H, M, E); every head has a free constant
+        weighted = (metric[:, 0] * weights)[..., None] * centred
+        moments += weighted.mT @ centred
+        right += (weighted.mT @ wanted)[..., 0]
+    missing = right[..., None] - moments @ weight[..., None]
+    weight += (torch.linalg.pinv(moments, rtol=1e-12, hermitian=True) @ missing)[..., 0]
+    return True
+
+
+def _solve_vectors(form: Form, vectors: LinearVectors, problem: _Problem) -> bool:
+    """Solve for the weight of vectors by distance. Return False if layers with different windows share it.
+
+    The ridges pull towards the present values.
+    """
+    weights = problem.weights[0, 0]
+    if not torch.allclose(problem.weights, weights):
         return False
     with torch.no_grad():
         heads, metric = problem.wanted.shape[1], problem.metric

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..dims import Dims
 from ..dtypes import compute_dtype
-from ..forms import Bias
+from ..forms import Bias, LinearVectors
 from ..modules import ScoreModule, parameter
 from ..registry import register_scheme
 from .base import ScoreScheme, init
@@ -98,3 +99,8 @@ class BucketedBias(ScoreModule):
             return biases[:, buckets(distance, biases.shape[1], self.max_distance)]
 
         return Bias(values, biases.device)
+
+    def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors:
+        """Return the table: a distance chooses one of its rows, see `ScoreModule.linear_vectors`."""
+        rows = buckets(distances, len(self.biases), self.max_distance)
+        return LinearVectors(F.one_hot(rows, len(self.biases)).to(like), self.biases.T[..., None])

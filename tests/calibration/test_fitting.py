@@ -127,3 +127,39 @@ def test_layers_share_a_table_also_with_other_windows():
         before = torch.autograd.grad(cost(module, wanted), module.key_embeddings)[0].norm().item()
         fit(module, LIKE, wanted)
         assert torch.autograd.grad(cost(module, wanted), module.key_embeddings)[0].norm().item() < 0.02 * before
+
+
+def biases(count=1):
+    """Random biases at each distance, and a weight of each head, with the weights of causal windows."""
+    draw = torch.Generator().manual_seed(3)
+    pairs = torch.arange(LENGTH, 0, -1, dtype=torch.float64).expand(HEADS, -1)
+    values = torch.randn(count, HEADS, LENGTH, 1, generator=draw, dtype=torch.float64)
+    return [Target(each, pairs, torch.rand(HEADS, 1, 1, generator=draw, dtype=torch.float64) + 0.5) for each in values]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_bias_is_at_the_least_cost_and_where_a_search_ends(layers, monkeypatch):
+    solved, wanted = module_of("t5", num_buckets=8, max_distance=20, share_layers=False), biases(layers)
+    searched, before = copy.deepcopy(solved), cost(solved, wanted)
+    fit(solved, LIKE, wanted)
+    least = cost(solved, wanted)
+    assert torch.autograd.grad(least, solved.biases)[0].abs().max() < 1e-12
+    assert least < 0.9 * before
+    monkeypatch.setattr(type(searched), "linear_vectors", lambda *_: None)
+    fit(searched, LIKE, wanted)
+    assert (searched.biases - solved.biases).abs().max() < 1e-6 < 0.1 < solved.biases.abs().max()
+
+
+def test_buckets_beyond_the_windows_take_the_tail():
+    """The mean of the last quarter of the windows' distances, as the other buckets count them; those beyond it stay."""
+    module, (target,) = module_of("t5", num_buckets=48, max_distance=24 * 40, share_layers=False), biases()
+    with torch.no_grad():
+        module.biases.fill_(0.25)
+    fit(module, LIKE, [target])
+    fitted, share = module.biases.detach().T, target.weights / target.weights.sum(-1, keepdim=True)  # (H, buckets)
+    ends = LENGTH * 40 ** (torch.arange(24) / 24)  # each of the wide buckets begins here
+    beyond, unseen = ends >= LENGTH * 1.2, ends.ceil() >= LENGTH * fitting.TAIL
+    assert (fitted[:, 24:][:, unseen] == 0.25).all()
+    tail = target.values[:, -LENGTH // 4 :, 0].mean(1, keepdim=True) - (share * target.values[..., 0]).sum(-1)[:, None]
+    level = (share * fitted[:, :24]).sum(-1)[:, None]  # the first 24 buckets hold one distance each
+    assert (fitted[:, 24:][:, beyond & ~unseen] - level - tail).abs().max() < 1e-10 < 0.3 < tail.abs().max()
