@@ -78,7 +78,16 @@ def without_digits(text):
     return re.sub(r"(?:# (?:as it was|(?:turned, )?fitted|turned)(?:, )?)+", "", text)
 
 
-FRONT = [ROOT / name for name in ("README.md", "docs/calibrate.md", "docs/choosing_a_scheme.md", "docs/fine_tune.md")]
+FRONT = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/calibrate.md",
+        "docs/calibrate_runs.md",
+        "docs/choosing_a_scheme.md",
+        "docs/fine_tune.md",
+    )
+]
 
 
 @pytest.mark.parametrize("page", FRONT, ids=lambda page: page.name)
