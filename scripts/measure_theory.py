@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure the numbers of docs/theory.md for a trained model: Su's expansion, Dai's four terms, equivariance.
+"""Measure the numbers of docs/theory_terms.md for a trained model: Su's expansion, Dai's four terms, equivariance.
 
 python scripts/measure_theory.py CHECKPOINT --json results.json --plot terms.png
 python scripts/measure_theory.py embedded --json results.json      the base that comes with the package

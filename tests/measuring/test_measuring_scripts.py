@@ -215,7 +215,7 @@ def test_embeddings(script, tiny_checkpoints, monkeypatch):
 
 
 def test_the_table_of_residuals_is_what_was_measured():
-    page = (ROOT / "docs/theory.md").read_text()
+    page = (ROOT / "docs/theory_terms.md").read_text()
     measured = json.loads((ROOT / "docs/measured/theory_embedded.json").read_text())["expansion"]
     by_size = measured["residual over mixed, by size"]
     cells = re.search(r"^\| median \| (.*) \|$", page, flags=re.MULTILINE)[1].split(" | ")
