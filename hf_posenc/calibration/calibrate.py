@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..live.eval_mode import evaluation
 from ..live.obstacles import check_unwrapped
 from ..live.patch_record import adapted_parts, alone, without_adapter
-from .candidates import NOISE, hold_tails, try_closed_forms
+from .candidates import hold_tails, try_closed_forms
 from .checks import (
     CLOSED_WINDOWS,
     check_adapter,
@@ -28,7 +28,7 @@ from .checks import (
     number_of_windows,
 )
 from .matching import LOSSES, Matching, Movable, check_given_counts, check_one_of, match, movable
-from .pair import Pair, put
+from .pair import NOISE, Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 

@@ -22,15 +22,12 @@ from .closed_forms import (
     target_of,
 )
 from .fitting import fit
-from .pair import Pair, Values, copied, parameters_of, put
+from .pair import NOISE, Pair, Values, copied, parameters_of, put
 from .state import FirstStage
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
 """Names of the closed forms. `fitted`: the scheme's curve or vectors are fitted to what the base's positions add.
 `turned`: the queries are rotated by the mean rotation."""
-
-NOISE = 0.01
-"""A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
 
 
 def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | None) -> FirstStage:
@@ -68,7 +65,8 @@ def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | No
             by_name = {name: by_layer[index] for name, by_layer in targets.items()}
             mixed_targets[index] = _target_by_head(chosen[index], by_name, unfitted[index])
         _fit_all(pair, modules, mixed_targets)
-    after, loss = pair.divergence(), pair.loss()
+    after, token_losses = pair.divergence(), pair.token_losses()
+    loss = pair.mean_loss(token_losses)
     result = FirstStage(
         divergences["as it was"],
         after,
@@ -86,7 +84,7 @@ def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | No
         losses = {} if as_it_was is None else {"as it was": as_it_was}
         for name, values in candidates.items():
             if name not in losses:
-                losses[name] = pair.loss(values, limit=loss - NOISE)
+                losses[name] = pair.loss(values, rival=token_losses)
         uniform = min(losses, key=losses.__getitem__)
         if loss <= losses[uniform] + NOISE:
             return result

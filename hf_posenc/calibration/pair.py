@@ -35,6 +35,15 @@ TOKENS_AT_ONCE = 1024
 IGNORED = -100
 """Label of a token that no loss counts, as in transformers."""
 
+LOSSES_AT_ONCE = 64
+"""Number of tokens whose losses are computed at once from their logits."""
+
+NOISE = 0.01
+"""A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
+
+FEWEST, DEVIATIONS = 256, 3.0
+"""Tokens to read, and standard deviations of the mean difference, before one of two losses is taken for higher."""
+
 TRACED = 16
 """Number of tokens with which the parameters of each attention are traced."""
 
@@ -148,7 +157,6 @@ class Pair:
         self.watched = sorted({*self.layers, *(self.lenders[layer] for layer in self.layers if layer in self.lenders)})
         self.bar = tqdm(disable=True)
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
-        self._base_losses: list[float] = []
         self.base_values: Values = []
         with self.as_base() as unpatched:
             base_model = BaseModel.of(unpatched)
@@ -288,49 +296,51 @@ class Pair:
         modules = self.base_model.modules
         return attention_call(modules.layers[index], modules.attention_of[index], hidden, arguments)
 
-    @torch.no_grad()
-    def loss(self, values: Values = (), *, limit: float = math.inf) -> float:
-        """Return the mean next-token loss on the held-out windows, in nats, with some parameters replaced.
+    def loss(self, values: Values = (), *, rival: Tensor | None = None) -> float:
+        """Return the mean of `token_losses`."""
+        return self.mean_loss(self.token_losses(values, rival=rival))
 
-        All processes get the loss of the first process, so that they decide alike. NaN becomes infinity.
+    @torch.no_grad()
+    def token_losses(self, values: Values = (), *, rival: Tensor | None = None) -> Tensor:
+        """Return the next-token loss of each token of the held-out windows that counts, in nats, float64 (N,).
 
         Args:
-            values: the values of the replaced parameters.
-            limit: a loss above the limit becomes infinity. If the base's loss is known and below it, the remaining
-                windows are not read once the loss would be above it even if the model predicted them as the base does.
+            values: values of some parameters, which replace their own.
+            rival: (N,) losses of the same tokens. The windows are not read to the end once the mean cannot come below
+                the rival's by `NOISE`, see `_cannot_win`. The result is then infinite, (1,).
         """
-        total, most = 0.0, limit * self._counted()
-        remaining = self._base_losses if sum(self._base_losses) <= most else []
+        read: list[Tensor] = []
         with _with_values(values):
-            for i, loss in enumerate(self._losses(self.model)):
-                total += loss
-                if total + sum(remaining[i + 1 :]) > most:
-                    total = math.inf
-                    break
-        return self._mean_loss(total)
+            for losses in self._losses(self.model):
+                read.append(losses)
+                if rival is not None and rival.isfinite().all() and _cannot_win(torch.cat(read), rival):
+                    return rival.new_full((1,), math.inf)
+        return torch.cat(read)
 
     @torch.no_grad()
     def loss_of_base(self) -> float:
         """Return the base's mean next-token loss on the held-out windows, in nats."""
         with self.as_base() as base:
-            self._base_losses = list(self._losses(base))
-        return self._mean_loss(sum(self._base_losses))
+            return self.mean_loss(torch.cat(list(self._losses(base))))
 
-    def _losses(self, model: PreTrainedModel) -> Iterator[float]:
-        """Yield the sum of the next-token losses of each held-out window, in nats."""
-        for window, labels in zip(self.held, self.labels, strict=True):
-            logits = model(window[None], use_cache=False).logits[0, :-1].float()
-            yield F.cross_entropy(logits, labels[1:], reduction="sum", ignore_index=IGNORED).item()
+    def mean_loss(self, losses: Tensor) -> float:
+        """Return the mean of some losses, (N,). NaN becomes infinity.
 
-    def _counted(self) -> int:
-        """Return the number of tokens that the loss counts."""
-        return int((self.labels[:, 1:] != IGNORED).sum())
-
-    def _mean_loss(self, total: float) -> float:
-        mean = [total / self._counted()]
+        All processes get the mean of the first process, so that they decide alike.
+        """
+        mean = [losses.mean().item()]
         if dist.is_initialized():
             dist.broadcast_object_list(mean)
         return mean[0] if math.isfinite(mean[0]) else math.inf
+
+    def _losses(self, model: PreTrainedModel) -> Iterator[Tensor]:
+        """Yield the next-token losses of the tokens that count in each held-out window, in nats, float64 (N,)."""
+        for window, labels in zip(self.held, self.labels, strict=True):
+            logits, counted = model(window[None], use_cache=False).logits[0, :-1], labels[1:] != IGNORED
+            # Some rows at a time: their logarithms then stay in the processor's cache.
+            rows = zip(logits.split(LOSSES_AT_ONCE), window[1:].split(LOSSES_AT_ONCE), strict=True)
+            losses = [F.cross_entropy(some.float(), targets, reduction="none") for some, targets in rows]
+            yield torch.cat(losses)[counted].double()
 
     def divergence(self) -> dict[int, Tensor]:
         """Return layer index -> KL divergence of its heads from the base's, (H,), on the held-out windows.
@@ -499,6 +509,21 @@ class Pair:
                 if alone.any():
                     self.value_parts.append((p, alone))
         return parameters, projections.pop() if len(projections) == 1 else None
+
+
+def _cannot_win(read: Tensor, rival: Tensor) -> bool:
+    """Return whether a mean loss will hardly come below a rival's by `NOISE`, judged by the tokens read so far.
+
+    Args:
+        read: (n,) losses of the first n tokens.
+        rival: (N,) losses of all tokens.
+    """
+    count = len(read)
+    if not FEWEST <= count < len(rival):
+        return False
+    difference = read - rival[:count]
+    deviation = difference.std() / math.sqrt(count)
+    return not difference.mean() - DEVIATIONS * deviation <= -NOISE  # also if it is NaN
 
 
 def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:

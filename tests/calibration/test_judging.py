@@ -146,7 +146,9 @@ def test_losses_decide(losses, kept, put_back, written, monkeypatch):
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
     before = {name: p.clone() for name, p in model.named_parameters()}
     said = iter(losses)
-    monkeypatch.setattr(Pair, "loss", lambda pair, values=(), limit=None: next(said))
+    monkeypatch.setattr(
+        Pair, "token_losses", lambda pair, values=(), rival=None: torch.tensor([next(said)], dtype=torch.float64)
+    )
     report = calibrate(model, written("llama"), matching=Matching(steps=2))
     assert list(said) == []
     assert report.kept == kept
@@ -182,15 +184,48 @@ def test_shared_parameters_say_what_their_own_would_come_to(written):
     assert "share_layers" not in str(found[False])
 
 
-def test_a_loss_above_its_limit_is_not_read_to_the_end(written):
+LOSSES = torch.rand(1024, generator=torch.Generator().manual_seed(7), dtype=torch.float64)  # of four windows
+
+
+@pytest.mark.parametrize(
+    ("more", "spread", "read"),
+    [
+        (0.5, 0.1, 1),
+        (0.0, 0.0, 1),  # equal: no lower by 0.01
+        (-0.005, 0.001, 1),
+        (0.0, 1.0, 4),  # undecided to the end
+        (-0.05, 0.1, 4),
+        (math.nan, 0.0, 1),
+    ],
+)
+def test_a_form_that_cannot_win_is_not_read_to_the_end(more, spread, read, monkeypatch):
+    model = patch_model(tiny("llama"), "nope")
+    pair = Pair(model, patch_of(model), None, tokens(6, 24, seed=3), 4)
+    noise = torch.randn(1024, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    losses, asked = LOSSES + more + spread * (noise - noise.mean()), []
+    monkeypatch.setattr(Pair, "_losses", lambda *_: (asked.append(each) or each for each in losses.split(256)))
+    found = pair.loss(rival=LOSSES)
+    assert len(asked) == read
+    assert found == (pytest.approx(losses.mean().item()) if read == 4 else math.inf)
+    asked.clear()
+    assert (pair.loss() == pytest.approx(losses.mean().item())) is not math.isnan(more)
+    assert pair.loss(rival=torch.full_like(LOSSES, math.inf)) == pair.loss()  # what diverged stops nobody
+    assert len(asked) == 12
+
+
+def test_a_rivals_losses_are_those_of_the_same_tokens(written):
+    """Calibration gives the losses of heads by attention to each form for all heads; a form that is equal is not read on."""
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    pair = Pair(model, patch_of(model), None, written("llama"), 8)
-    loss, read = pair.loss(), []
-    model.register_forward_pre_hook(lambda *_: read.append(1))
-    assert pair.loss(limit=loss + 0.01) == loss
-    assert len(read) == 8
-    assert pair.loss(limit=loss / 4) == math.inf
-    assert 8 < len(read) <= 12
+    pair, read = Pair(model, patch_of(model), None, written("llama", 40), 24), []
+    losses = pair.token_losses()
+    assert pair.loss() == losses.mean().item()
+    with torch.no_grad():
+        expected = model(pair.held, labels=pair.held).loss.item()
+    assert losses.mean().item() == pytest.approx(expected, abs=1e-5)
+    handle = model.register_forward_pre_hook(lambda *_: read.append(1))
+    assert pair.loss(rival=losses) == math.inf
+    handle.remove()
+    assert len(read) == math.ceil(256 / (pair.held.shape[1] - 1)) < len(pair.held)
 
 
 # --------------------------------------------------------------------------------------------------- what was read
@@ -477,20 +512,6 @@ def test_trials_go_on_where_they_were(written, tmp_path):
     assert report.to_dict() == expected.to_dict()
     theirs = dict(whole.named_parameters())
     assert all(p.equal(theirs[name]) for name, p in resumed.named_parameters())
-
-
-def test_windows_are_not_read_once_a_loss_cannot_come_below_the_limit(monkeypatch):
-    """Even if the remaining ones were predicted as well as the base predicts them."""
-    model = patch_model(tiny("llama"), "nope")
-    pair = Pair(model, patch_of(model), None, tokens(6, 24, seed=3), 4)
-    losses = iter([1.0, 1.0, 1.0, 1.0, 1.5, 1.5, 1.5, 9.0, 1.0, 1.0, 1.0, 1.2])
-    monkeypatch.setattr(Pair, "_losses", lambda *_: (23 * next(losses) for _ in range(4)))
-    assert pair.loss_of_base() == 1.0
-    assert pair.loss(limit=1.3) == math.inf  # after the third of them: 1.5 + 1.5 + 1.5 + 1.0 is more than 4 * 1.3
-    assert next(losses) == 9.0
-    assert pair.loss(limit=1.3) == pytest.approx(1.05)
-    losses = iter([0.5, 0.5, 0.5, 0.5])  # a model that predicts better than its base
-    assert pair.loss(limit=0.6) == 0.5
 
 
 @pytest.mark.parametrize(
