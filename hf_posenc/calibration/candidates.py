@@ -59,22 +59,18 @@ def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | No
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
     for index, rotation in rotations.items():
         rotation.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
-    if modules:
-        mixed_targets = {}
-        for index in modules:
-            by_name = {name: by_layer[index] for name, by_layer in targets.items()}
-            mixed_targets[index] = _target_by_head(chosen[index], by_name, unfitted[index])
-        _fit_all(pair, modules, mixed_targets)
-    after, token_losses = pair.divergence(), pair.token_losses()
+    by_head = {}
+    for index in modules:
+        by_name = {name: by_layer[index] for name, by_layer in targets.items()}
+        by_head[index] = _target_by_head(chosen[index], by_name, unfitted[index])
+    _fit_all(pair, modules, by_head)
+    after = pair.divergence()
+    apart = _divergence_apart(pair, modules, targets, candidates, divergences, _mean_divergence(after))
+    curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
+    del averages, targets, by_head, unfitted  # before the losses, whose logits take memory as well
+    token_losses = pair.token_losses()
     loss = pair.mean_loss(token_losses)
-    result = FirstStage(
-        divergences["as it was"],
-        after,
-        {index: each.mean_difference.float().cpu() for index, each in averages.items()},
-        chosen,
-        {"closed_form": loss},
-        apart=_divergence_apart(pair, modules, targets, candidates, divergences, _mean_divergence(after)),
-    )
+    result = FirstStage(divergences["as it was"], after, curves, chosen, {"closed_form": loss}, apart=apart)
     if judge == "attention":
         if _mean_divergence(after) <= _mean_divergence(result.before):
             return result

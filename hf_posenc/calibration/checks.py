@@ -24,7 +24,7 @@ ADAPTER_EFFECT = 1e-3
 adapters add rounding."""
 
 
-HELD_OUT, CLOSED_WINDOWS = (8, 2048), (24, 6144)
+HELD_OUT, CLOSED_WINDOWS = (8, 2048), (24, 3072)
 """Held-out windows, and those that closed forms average over, where the caller gives no number: so many windows, or
 fewer that hold so many tokens. Both measure tokens, so that long windows need not be many."""
 

@@ -6,7 +6,7 @@ the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -54,16 +54,19 @@ class Rows:
     @cached_property
     def log_weights(self) -> Tensor:
         """Return the logarithms of the attention weights, (B, H, R, L), or (B, H, R, L + 1) with sinks."""
-        scores = self.scores
-        if self.sinks is not None:
-            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, sinks], -1)
-        return scores.log_softmax(-1)
+        return self._with_sinks.log_softmax(-1)
 
     @cached_property
     def weights(self) -> Tensor:
         """Return the attention weights, of the shape of `log_weights`."""
-        return self.log_weights.exp()
+        return self._with_sinks.softmax(-1)
+
+    @property
+    def _with_sinks(self) -> Tensor:
+        if self.sinks is None:
+            return self.scores
+        sinks = self.sinks.to(self.scores.dtype)[:, None, None].expand(*self.scores.shape[:-1], 1)
+        return torch.cat([self.scores, sinks], -1)
 
     def confined(self, visible: Tensor) -> Rows:
         """Return the same rows with more keys masked. With a scheme's window it gives the base's attention within it.
@@ -191,6 +194,27 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
         entered = hooks.enter_context(recorded(base.modules.layers))
         model.base_model(tokens, use_cache=False)
     return {index: Observed(entered[index], calls[index]) for index in layers}
+
+
+@torch.no_grad()
+def observe_again(model: PreTrainedModel, layers: Mapping[int, LayerCall]) -> dict[int, Observed]:
+    """Return what `observe` returns, from the calls of the layers in an earlier pass within `attending`.
+
+    Only the queries, keys and values of each layer are computed, because the hidden states are known.
+
+    Args:
+        model: a patched or stock model, in evaluation mode.
+        layers: layer index -> its call.
+    """
+    base = BaseModel.of(model)
+    with attending(model, base):
+        return {
+            index: Observed(
+                each,
+                attention_call(base.modules.layers[index], base.modules.attention_of[index], each.hidden_states, each),
+            )
+            for index, each in layers.items()
+        }
 
 
 def attention_call(layer: nn.Module, attention: Stock, hidden_states: Tensor, arguments: LayerCall) -> Call:

@@ -20,11 +20,22 @@ from ..layer_state import on_decoder
 from ..live.base_model import BaseModel
 from ..live.eval_mode import evaluation
 from ..live.patch_record import Patch
-from ..live.watch import LayerCall, entering
+from ..live.watch import LayerCall, entering, recorded
 from ..modules import ScoreModule, owner_of
 from ..patching.changes import NoEmbedding
 from .closed_forms import DistanceSums, coefficients, takes_queries
-from .observe import Observed, Rows, attending, attention_call, observe, parts, rows_of, summed, with_table
+from .observe import (
+    Observed,
+    Rows,
+    attending,
+    attention_call,
+    observe,
+    observe_again,
+    parts,
+    rows_of,
+    summed,
+    with_table,
+)
 
 Values = Sequence[tuple[nn.Parameter, Tensor]]
 """Pairs of a parameter and a value for it."""
@@ -36,7 +47,7 @@ IGNORED = -100
 """Label of a token that no loss counts, as in transformers."""
 
 LOSSES_AT_ONCE = 64
-"""Number of tokens whose losses are computed at once from their logits."""
+"""Number of tokens whose losses are computed at once: the logarithms then stay in the processor's cache."""
 
 NOISE = 0.01
 """A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
@@ -157,6 +168,8 @@ class Pair:
         self.watched = sorted({*self.layers, *(self.lenders[layer] for layer in self.layers if layer in self.lenders)})
         self.bar = tqdm(disable=True)
         self._arguments: dict[torch.Size, dict[int, LayerCall]] = {}
+        # The base's layer calls on the held-out windows, batch by batch; empty until `loss_of_base` has run the base.
+        self._base_calls: list[dict[int, LayerCall]] = []
         self.base_values: Values = []
         with self.as_base() as unpatched:
             base_model = BaseModel.of(unpatched)
@@ -193,7 +206,9 @@ class Pair:
         with _with_values(self.base_values), self.patch.undo.suspended():
             yield self.model
 
-    def layer_inputs(self, tokens: Tensor) -> tuple[dict[int, Observed], dict[int, tuple[Tensor, LayerCall]]]:
+    def layer_inputs(
+        self, tokens: Tensor, recorded_layers: Mapping[int, LayerCall] | None = None
+    ) -> tuple[dict[int, Observed], dict[int, tuple[Tensor, LayerCall]]]:
         """Return the calls of the base's layers, and inputs for the patched layers made from the base's hidden states.
 
         Position vectors that only one of the two models adds at the input run through all its layers. So they are
@@ -201,19 +216,25 @@ class Pair:
 
         Args:
             tokens: (B, T) documents without padding.
+            recorded_layers: the base's layer calls on these tokens; None means that the base is run.
         """
         # First, because it runs the patched model: two records at once would take twice the memory.
         ours = self.arguments(tokens)
         with self.as_base() as base:
-            theirs = observe(base, tokens, [0, *self.watched] if 0 in self.base_model.sizes else self.watched)
-        shift: Tensor | float = 0.0
+            if recorded_layers is None:
+                theirs = observe(base, tokens, self.watched)
+            else:
+                theirs = observe_again(base, recorded_layers)
+        shift = None
         if self.base_model.modules.position_table is not None:
             shift = _first_hidden_states(self.base_model, tokens) - self._first_hidden_states_of_base(tokens)
         first = self.base_model.modules.layers[0]
         at_first = on_decoder(self.base_model.modules.decoder).layers.at_first
 
         def hidden_states_of(index: int) -> Tensor:
-            hidden = theirs[index].layer.hidden_states + shift
+            hidden = theirs[index].layer.hidden_states
+            if shift is not None:
+                hidden = hidden + shift
             if at_first and index:  # computed again for every layer, because gradients are taken layer by layer
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 vectors = first.get_submodule("posenc")(positions).to(hidden)
@@ -311,17 +332,25 @@ class Pair:
         """
         read: list[Tensor] = []
         with _with_values(values):
-            for losses in self._losses(self.model):
-                read.append(losses)
+            for window, labels in zip(self.held, self.labels, strict=True):
+                read.append(_losses(self.model, window[None], labels[None]))
                 if rival is not None and rival.isfinite().all() and _cannot_win(torch.cat(read), rival):
                     return rival.new_full((1,), math.inf)
         return torch.cat(read)
 
     @torch.no_grad()
     def loss_of_base(self) -> float:
-        """Return the base's mean next-token loss on the held-out windows, in nats."""
-        with self.as_base() as base:
-            return self.mean_loss(torch.cat(list(self._losses(base))))
+        """Return the base's mean next-token loss on the held-out windows, in nats, and keep its layers' calls."""
+        losses, calls = [], []
+        with self.as_base() as model:
+            base_model = BaseModel.of(model)
+            with attending(model, base_model):
+                for batch, labels in zip(*map(self._split, (self.held, self.labels)), strict=True):
+                    with recorded(base_model.modules.layers) as entered:
+                        losses.append(_losses(model, batch, labels))
+                    calls.append({index: entered[index] for index in self.watched})
+        self._base_calls = calls
+        return self.mean_loss(torch.cat(losses))
 
     def mean_loss(self, losses: Tensor) -> float:
         """Return the mean of some losses, (N,). NaN becomes infinity.
@@ -332,15 +361,6 @@ class Pair:
         if dist.is_initialized():
             dist.broadcast_object_list(mean)
         return mean[0] if math.isfinite(mean[0]) else math.inf
-
-    def _losses(self, model: PreTrainedModel) -> Iterator[Tensor]:
-        """Yield the next-token losses of the tokens that count in each held-out window, in nats, float64 (N,)."""
-        for window, labels in zip(self.held, self.labels, strict=True):
-            logits, counted = model(window[None], use_cache=False).logits[0, :-1], labels[1:] != IGNORED
-            # Some rows at a time: their logarithms then stay in the processor's cache.
-            rows = zip(logits.split(LOSSES_AT_ONCE), window[1:].split(LOSSES_AT_ONCE), strict=True)
-            losses = [F.cross_entropy(some.float(), targets, reduction="none") for some, targets in rows]
-            yield torch.cat(losses)[counted].double()
 
     def divergence(self) -> dict[int, Tensor]:
         """Return layer index -> KL divergence of its heads from the base's, (H,), on the held-out windows.
@@ -367,8 +387,8 @@ class Pair:
         layers = {name: [only[name]] if only and name in only else self.layers for name in candidates}
         sums = {name: {index: torch.zeros(heads[index]) for index in layers[name]} for name in candidates}
         with attending(self.model, self.base_model):
-            for batch in self._batches(self.held):
-                theirs, inputs = self.layer_inputs(batch)
+            for number, batch in enumerate(self._batches(self.held)):
+                theirs, inputs = self.layer_inputs(batch, self._base_calls[number] if self._base_calls else None)
                 for index, (hidden, arguments) in inputs.items():
                     ours, base = {}, theirs[index].call
                     measured = {name: values for name, values in candidates.items() if index in layers[name]}
@@ -426,9 +446,12 @@ class Pair:
 
     def _batches(self, tokens: Tensor) -> Iterator[Tensor]:
         """Yield batches of windows, and advance the progress bar."""
-        for batch in tokens.split(self.windows_at_once):
+        for batch in self._split(tokens):
             yield batch
             self.bar.update(len(batch))
+
+    def _split(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        return tokens.split(self.windows_at_once)
 
     def like(self, index: int) -> Tensor:
         """Return an empty tensor with the dtype and device of a layer's queries."""
@@ -509,6 +532,23 @@ class Pair:
                 if alone.any():
                     self.value_parts.append((p, alone))
         return parameters, projections.pop() if len(projections) == 1 else None
+
+
+def _losses(model: PreTrainedModel, windows: Tensor, labels: Tensor) -> Tensor:
+    """Return the next-token losses of the tokens that count in some windows, in nats, float64 (N,).
+
+    Args:
+        model: a model.
+        windows: (B, T) tokens.
+        labels: (B, T) the same, with `IGNORED` for those that do not count.
+    """
+    logits, targets = model(windows, use_cache=False).logits[:, :-1], labels[:, 1:]
+    losses = [
+        F.cross_entropy(some.float(), wanted, reduction="none", ignore_index=IGNORED)
+        for rows, row_targets in zip(logits, targets, strict=True)
+        for some, wanted in zip(rows.split(LOSSES_AT_ONCE), row_targets.split(LOSSES_AT_ONCE), strict=True)
+    ]
+    return torch.cat(losses)[targets.flatten() != IGNORED].double()
 
 
 def _cannot_win(read: Tensor, rival: Tensor) -> bool:
