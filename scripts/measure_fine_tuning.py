@@ -47,7 +47,7 @@ def start(options: argparse.Namespace, checkpoint: str, scheme: str, seed: int, 
     name, hyperparameters = calibration.SCHEMES[scheme]
     patch_model(model, name, seed=seed, **hyperparameters)
     matching = Matching(steps=options.steps, weight_rate=options.weight_rate, seed=seed)
-    calibrate(model, short, matching=matching)
+    calibrate(model, short, closed_windows=calibration.FITTED, matching=matching)
     return model
 
 

@@ -25,7 +25,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from measure_calibration import EMBEDDED, documents, fine_tune, load, measure, split, windows
+from measure_calibration import EMBEDDED, FITTED, documents, fine_tune, load, measure, split, windows
 from results import read, rounded, write
 from transformers import AutoTokenizer, PreTrainedModel
 
@@ -117,7 +117,7 @@ def one_run(options: argparse.Namespace, checkpoint: str, name: str, scheme: str
         patch_model(model, read_schemes("variant", scheme, {}), seed=seed)
         if changed(model, load(checkpoint), short[:1]):
             matching = Matching(steps=options.steps, loss="attention", seed=seed)
-            report = calibrate(model, short[: options.calibrate_windows], matching=matching)
+            report = calibrate(model, short[: options.calibrate_windows], closed_windows=FITTED, matching=matching)
 
     def losses() -> dict[str, Any]:
         found = {}

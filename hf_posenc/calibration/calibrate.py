@@ -67,7 +67,7 @@ def calibrate(
         held_out: number of windows, from the end, that are only measured on. None means 8 windows, or fewer that hold
             2,048 tokens, but at least 2.
         closed_windows: largest number of windows that the closed forms average over. None means 24 windows, or fewer
-            that hold 6,144 tokens.
+            that hold 3,072 tokens.
         matching: settings of the second stage; None leaves it out.
         judge: the measure on the held-out windows that decides. `loss`: the language-model loss. A stage that raises it
             by more than 0.01 nats is taken back, and so are matched outputs that raise it at all. If the heads' own

@@ -521,7 +521,7 @@ def test_trials_go_on_where_they_were(written, tmp_path):
 
 @pytest.mark.parametrize(
     ("length", "held_out", "closed"),
-    [(24, 8, 24), (256, 8, 24), (300, 7, 21), (512, 4, 12), (1024, 2, 6), (8192, 2, 2)],
+    [(24, 8, 24), (128, 8, 24), (256, 8, 12), (300, 7, 11), (512, 4, 6), (1024, 2, 3), (8192, 2, 2)],
 )
 def test_long_windows_need_not_be_many(length, held_out, closed):
     assert number_of_windows(None, HELD_OUT, length) == held_out
