@@ -16,7 +16,7 @@ from ..upstream import NAME
 from ..upstream.derived_classes import stock_class
 from .class_names import STUB, class_names
 from .digests import DIGESTS, check_saved_config, config_digest, with_floats
-from .guards import ACTIVATIONS, CHECKED, UNREGISTERED, guarded, unguarded
+from .guards import ACTIVATIONS, CHECKED, NUMBER, UNREGISTERED, guarded, unguarded
 from .scheme_entry import renew_entry
 from .stock_checkpoints import StockConfig
 
@@ -103,6 +103,8 @@ class ConfigMixin(OfPatched, StockConfig):
     def _guards(self) -> dict[str, str]:
         values = {key: getattr(self, key, None) for key in ACTIVATIONS}
         guards = {key: guarded(value) for key, value in values.items() if isinstance(value, str)}
+        if hasattr(self, NUMBER):
+            guards[NUMBER] = guarded(getattr(self, NUMBER))
         return {**guards, "attn_implementation": UNREGISTERED}
 
     def to_dict(self) -> dict[str, Any]:

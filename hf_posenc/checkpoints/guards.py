@@ -16,6 +16,11 @@ PREFIX = "hf_posenc:"
 ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
 """Attributes of configs that name an activation. Most stock models look up its name when they are built."""
 
+NUMBER = "initializer_range"
+"""A number that the stock config classes check. Those of OPT and XGLM lack it, but their models look up an activation.
+
+Unlike `CHECKED` it is guarded in every dict: nobody reads it there."""
+
 CHECKED = "tie_word_embeddings"
 """A setting that the stock config classes of decoders check to be a bool. Their base class PreTrainedConfig lacks it,
 so tokenizers and the Trainer, which read config.json with the base class, still can."""
@@ -35,6 +40,6 @@ def unguarded(name: str, value: object) -> Any:
     """
     if not isinstance(value, str) or not value.startswith(PREFIX):
         return value
-    if name == CHECKED:
+    if name in (CHECKED, NUMBER):
         return json.loads(value.removeprefix(PREFIX))
     return value.removeprefix(PREFIX) if name in ACTIVATIONS else value

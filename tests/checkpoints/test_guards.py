@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hf_posenc
 from hf_posenc.checkpoints.digests import DIGESTS
-from hf_posenc.checkpoints.guards import ACTIVATIONS, CHECKED, PREFIX, guarded, unguarded
+from hf_posenc.checkpoints.guards import ACTIVATIONS, CHECKED, NUMBER, PREFIX, guarded, unguarded
 from hf_posenc.checkpoints.model_classes import config_class
 from hf_posenc.families.refused import missing_release
 from hf_posenc.registry import supported_model_types
@@ -20,16 +20,6 @@ from hf_posenc.registry import supported_model_types
 SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING and missing_release(t) is None]
 # They declare no setting of this name, or hold configs that have one; no family is of these.
 WITHOUT = {"inkling2_text", "inkling_text", "mllama", "musicgen", "musicgen_melody"}
-# They declare none either, and their models look up an activation when they are built.
-LATE = {
-    "glm4v_text",
-    "glm_image_text",
-    "glm_ocr_text",
-    "qwen2_5_vl_text",
-    "qwen2_vl_text",
-    "qwen3_omni_moe_text",
-    "qwen3_vl_text",
-}
 NEVER_TIED = {"dbrx"}
 
 
@@ -38,14 +28,6 @@ def made_of(stock, model_type):
     entry = {"schemes": [{"scheme": "nope", "layers": None, "window": None}], "hf_posenc_version": "0.2.0"}
     for tied in (False,) if model_type in NEVER_TIED else (False, True):
         yield tied, config_class(stock)(tie_word_embeddings=tied, position_encoding=entry)
-
-
-def load_stock(stock, folder, *, late, **options):
-    """Make the stock config of a folder; and, for a type that refuses late, its model."""
-    config = stock.from_pretrained(folder, **options)
-    if late:
-        with torch.device("meta"):
-            stock_model(config, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("model_type", [t for t in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if t not in WITHOUT])
@@ -72,7 +54,10 @@ def test_a_saved_config_is_refused_by_its_stock_class_and_read_by_ours(model_typ
         assert saved[CHECKED] == guarded(tied)
         for options in ({}, {"attn_implementation": "eager"}):
             with pytest.raises(Exception, match=PREFIX):
-                load_stock(stock, tmp_path, late=model_type in LATE, **options)
+                stock.from_pretrained(tmp_path, **options)
+        # The dict in memory, with the one guard replaced that names our attention.
+        with pytest.raises(Exception, match=PREFIX), torch.device("meta"):
+            stock_model(stock.from_dict({**config.to_dict(), "attn_implementation": "eager"}))
         read, _ = PreTrainedConfig.get_config_dict(tmp_path)  # JSON has no infinity, and transformers its own way
         ways = {
             "from_pretrained": type(config).from_pretrained(tmp_path),
@@ -89,7 +74,7 @@ def test_a_saved_config_is_refused_by_its_stock_class_and_read_by_ours(model_typ
         for way, made in ways.items():
             assert type(made) is type(config), way
             assert getattr(made, CHECKED) is tied, way
-            assert not any(PREFIX in str(getattr(made, name, "")) for name in ACTIVATIONS), way
+            assert not any(PREFIX in str(getattr(made, name, "")) for name in (*ACTIVATIONS, NUMBER)), way
             assert made.to_diff_dict() == config.to_diff_dict(), way
 
 
@@ -145,3 +130,4 @@ def test_only_guards_are_taken_off():
     assert unguarded("name", guarded("x")) == guarded("x")
     assert unguarded(CHECKED, guarded(None)) is None
     assert unguarded(CHECKED, "true") == "true"
+    assert unguarded(NUMBER, guarded(0.02)) == 0.02
