@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Calibrate a checkpoint with every scheme, and check that none predicts worse than its plain swap.
+"""Calibrate a checkpoint in fourteen swaps, and check that none predicts worse than its plain swap.
 
 python scripts/check_calibration.py CHECKPOINT TEXT --json found.json
 python scripts/check_calibration.py CHECKPOINT --json found.json   text that the base writes itself

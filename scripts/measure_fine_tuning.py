@@ -120,7 +120,7 @@ def main() -> int:
     unsaid = ("checkpoint", "text", "json", "schemes", "seeds")
     settings = {name: value for name, value in vars(options).items() if name not in unsaid}
     with tempfile.TemporaryDirectory() as scratch:
-        # A base writes so much that no token is trained on twice, and a tenth more, which is held out.
+        # A base writes as many tokens as are trained on, and a tenth more, which is held out.
         documents = math.ceil(max(options.tokens) / 0.9 / calibration.WRITTEN[1]) + 1
         checkpoint, said, parts = calibration.material(options.checkpoint, options.text, scratch, documents)
         settings |= {"checkpoint": Path(options.checkpoint).name, "text": said, "torch": torch.__version__}

@@ -57,7 +57,7 @@ class LayerFit:
     Attributes:
         index: index of the layer.
         before: (H,) mean KL divergence of the scheme's attention from the base's, in nats per query, before
-            calibration.
+            calibration. Where the swap removes a table of positions, the table's mean is already in the embeddings.
         closed: (H,) the same divergence after the closed forms.
         after: (H,) the same divergence at the end.
         chosen: name of the closed form of each head, see `CANDIDATES`.
