@@ -2,7 +2,8 @@
 """Writes tables from docs/measured. Those of docs/calibrate_measured.md: calibration_*.json, which measure_calibration.py
 makes, check_*.json, which check_calibration.py makes, fine_tuning_*.json, which measure_fine_tuning.py makes, and
 mixtures_*.json, which measure_mixtures.py makes. Those of docs/recall_measured.md: recall_*.json, which
-measure_recall.py makes. That of docs/theory_measured.md: training.json, which measure_training.py makes.
+measure_recall.py makes. That of docs/theory_measured.md: training.json, which measure_training.py makes. That of
+docs/measuring.md: far_text_stories260K.json, which measure_far_text.py makes.
 
 python scripts/make_calibration_tables.py            # write them
 python scripts/make_calibration_tables.py --check    # exit 1 if they are not what was measured
@@ -22,7 +23,11 @@ import marked
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/calibrate_measured.md"
-OTHER_PAGES = {"recall": ROOT / "docs/recall_measured.md", "training": ROOT / "docs/theory_measured.md"}
+OTHER_PAGES = {
+    "recall": ROOT / "docs/recall_measured.md",
+    "training": ROOT / "docs/theory_measured.md",
+    "far": ROOT / "docs/measuring.md",
+}
 """First word of the name of a table -> its page; the others are on `PAGE`."""
 BASES = ("stories260K", "stories260K_few", "bitllama2-3M", "embedded_gpt2", "craftgpt-5M")
 STARTS = {
@@ -242,6 +247,20 @@ def training() -> str:
     return "\n".join(lines)
 
 
+def far_text() -> str:
+    """The table of repeat gain of stories260K and its calibrated swap."""
+    found = json.loads((ROOT / "docs/measured/far_text_stories260K.json").read_text(encoding="utf-8"))["found"]
+    base, swapped = (found[name]["repeat_gain"] for name in ("base", "transformer_xl"))
+    head = "| distance | rope (stock): second copy | in place | `transformer_xl`: second copy | in place |"
+    lines = [head, "|---|---|---|---|---|"]
+    for one, other in zip(base, swapped, strict=True):
+        cells = [f"{one['distance']:,}"]
+        for row in (one, other):
+            cells += [f"{row['second']:.3f}", f"{row['gain_in_place']:.3f} ± {row['gain_in_place_error']:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def percent(share: float | None) -> str:
     """A share in percent, or nothing where nothing was measured."""
     return "" if share is None else f"{100 * share:.1f}"
@@ -270,6 +289,7 @@ def main() -> int:
     for kind in RECALLED:
         parts[f"recall {kind}"] = recall(kind)
     parts["training"] = training()
+    parts["far text"] = far_text()
     for name, part in parts.items():
         begin = f"<!-- calibration {name}: written by scripts/make_calibration_tables.py -->"
         page = OTHER_PAGES.get(name.partition(" ")[0], PAGE)

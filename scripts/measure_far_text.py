@@ -11,7 +11,6 @@ held out and only measured. The base at its trained length is the judge of LongP
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -73,8 +72,8 @@ def far(model: torch.nn.Module, judge: torch.nn.Module, text: Tensor, options: a
     key = {"judge_length": options.length, "lengths": options.lengths}
     perplexities = long_perplexity(model, judge, text[: options.tokens], **key)
     return {
-        "repeat_gain": [dataclasses.asdict(row) for row in gains],
-        "long_perplexity": [dataclasses.asdict(row) | {"blind": row.blind} for row in perplexities],
+        "repeat_gain": [row.to_dict() for row in gains],
+        "long_perplexity": [row.to_dict() for row in perplexities],
     }
 
 

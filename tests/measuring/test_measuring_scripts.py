@@ -15,7 +15,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc import choose_pairs, patch_model, patched, theory
-from hf_posenc.evaluation import measure_recurrence, non_overlapping_perplexity, sliding_window_perplexity
+from hf_posenc.evaluation import (
+    long_perplexity,
+    measure_recurrence,
+    non_overlapping_perplexity,
+    repeat_gain,
+    sliding_window_perplexity,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -331,6 +337,29 @@ def test_fine_tuning_after_a_calibration_has_two_targets_and_a_control(script, t
     assert runs["t5, text, seed 0"]["before"] == runs["t5, text and base, seed 0"]["before"]
     script("measure_fine_tuning", *arguments)
     assert json.loads(found.read_text())["runs"] == runs
+
+
+@pytest.mark.slow
+def test_far_text(script, tiny_checkpoints):
+    """Rows of the base are those of the functions, on the last tenth of the documents; the swap has rows of its own."""
+    text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
+    text.write_text("\n\n".join("It was a bright cold day in April, and the clocks were striking." for _ in range(150)))
+    few = ("--length", 16, "--calibrate-windows", 12, "--distances", 64, "--trials", 3, "--lengths", 16, 32)
+    few += ("--tokens", 200, "--json", found, "--other", text, "--scheme", "t5")
+    script("measure_far_text", tiny_checkpoints / "llama", text, *few)
+    measured = json.loads(found.read_text())
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
+    held = torch.tensor([i for part in text.read_text().split("\n\n")[135:] for i in tokenizer(part).input_ids])
+    (gain,) = repeat_gain(model, held, distances=[64], trials=3)
+    (row,), (swapped,) = (measured["found"][name]["repeat_gain"] for name in ("base", "t5"))
+    assert row["second"] == pytest.approx(gain.second, rel=1e-3)
+    assert abs(swapped["second"] - row["second"]) > 1e-3
+    far = long_perplexity(model, model, held[:200], judge_length=16, lengths=[16, 32])
+    for one, other in zip(measured["found"]["base"]["long_perplexity"], far, strict=True):
+        assert one["loss"] == pytest.approx(other.loss, rel=1e-3)
+    committed = json.loads((ROOT / "docs/measured/far_text_stories260K.json").read_text())
+    assert shape_of(committed["settings"]) == shape_of(measured["settings"])
 
 
 @pytest.mark.slow
