@@ -309,6 +309,19 @@ def test_ways_that_are_refused(way, case, family, tmp_path):
     assert not isinstance(caught.value, (AttributeError, AssertionError))
 
 
+def test_two_ways_are_silent_and_name_the_marker(tmp_path, caplog):
+    """They bypass the config, so no guard is read: docs/checkpoints.md warns of them."""
+    model = patched_model("alibi", "llama")
+    model.save_pretrained(tmp_path)
+    marker = "hf_posenc_alibi"
+    read = tiny("llama").load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=False)
+    assert [name.rpartition(".")[2] for name in read.unexpected_keys] == [marker] * 2
+    with caplog.at_level("WARNING", logger="transformers"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny("llama").config)
+    assert type(loaded) is type(tiny("llama"))
+    assert marker in caplog.text
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_lets_its_stock_class_in(family, tmp_path):
     patched_model("alibi", family).save_pretrained(tmp_path)
