@@ -63,7 +63,8 @@ def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | No
     for index in modules:
         by_name = {name: by_layer[index] for name, by_layer in targets.items()}
         by_head[index] = _target_by_head(chosen[index], by_name, unfitted[index])
-    _fit_all(pair, modules, by_head)
+    if modules:
+        _fit_all(pair, modules, by_head)
     after = pair.divergence()
     apart = _divergence_apart(pair, modules, targets, candidates, divergences, _mean_divergence(after))
     curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
