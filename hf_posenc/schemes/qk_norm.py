@@ -24,7 +24,7 @@ OVER = (HEAD, ALL_HEADS)
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class QKNorm(QueryScheme):
-    """Queries and keys divided by a power of their norm: 0 at first, then trained. It acts beside a layer's positions.
+    """Queries and keys divided by a power of their norm, beside a layer's positions. The trained exponent starts at 0.
 
     Equation: `q_i -> g_h q_i (ms(q_i) + eps)^(-a_h / 2)` and `k_j -> k_j (ms(k_j) + eps)^(-b_k / 2)`, where `ms` is the
     mean square over a head, or over all heads. With `a = b = 1` this is the root mean square norm of Qwen3 (over a
