@@ -113,9 +113,9 @@ def _nothing_fits(patch: Patch, base: BaseModel) -> str:
     """Return a message that no stock class fits, and which schemes can be exported."""
     return (
         f"no stock class computes {patch.name} on {base.name}: rope in every layer can be exported from families that "
-        "rotate (but not rope on a part of each head where they rotate whole heads), nope in some or all layers from families "
-        "with a twin that leaves layers unrotated (llama, smollm3), vectors at the input from families with a table "
-        "(gpt2, opt)"
+        "rotate (but not rope on a part of each head where they rotate whole heads), nope in some or all layers from "
+        "families with a twin that leaves layers unrotated (llama, smollm3), vectors at the input from families with a "
+        "table (gpt2, opt)"
     )
 
 
