@@ -161,10 +161,12 @@ def calibrate(
         raise UsageError(
             f"--calibrate {arguments.calibrate}: {error}; --calibrate none leaves the calibration out"
         ) from None
-    has_adapter = isinstance(model, peft.PeftModel)
+    moved = "the scheme, queries and keys, and values if the base adds positions to its inputs"
+    if isinstance(model, peft.PeftModel):
+        moved = "the scheme and what the adapter trains"
     return {
         "method": arguments.calibrate,
-        "moved": "the scheme and what the adapter trains" if has_adapter else "the scheme, queries and keys",
+        "moved": moved,
         "windows": len(tokens),
         "tokens": report.tokens,
         "steps": steps,

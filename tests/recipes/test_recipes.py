@@ -216,7 +216,7 @@ def test_a_card_says_layers_calibration_and_the_repository(tmp_path):
     assert "base_model" not in card  # trained on the spot, or a folder, which nobody else has
     for line in (
         "| stages | closed forms, then 50 steps that match each layer to the base |",
-        "| fitted | the scheme, queries and keys |",
+        "| fitted | the scheme, queries and keys, and values if the base adds positions to its inputs |",
         "| layers | 0, 1, 2, 3 |",
         "| tokens read | 45,824 |",
         "| divergence from the base's attention, in nats per query | 0.318 as swapped, 0.034 after the closed forms, "
