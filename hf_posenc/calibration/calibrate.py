@@ -27,8 +27,9 @@ from .checks import (
     check_tokens,
     number_of_windows,
 )
+from .held_out import NOISE
 from .matching import LOSSES, Matching, Movable, check_given_counts, check_one_of, match, movable
-from .pair import NOISE, Pair, put
+from .pair import Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import FirstStage, StateFile, digest_of, digest_of_tokens
 

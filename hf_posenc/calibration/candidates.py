@@ -22,7 +22,8 @@ from .closed_forms import (
     target_of,
 )
 from .fitting import fit
-from .pair import NOISE, Pair, Values, copied, parameters_of, put
+from .held_out import NOISE
+from .pair import Pair, Values, copied, parameters_of, put
 from .state import FirstStage
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")

@@ -15,7 +15,7 @@ from ..live.obstacles import check_in_place, check_unquantized, check_unwrapped
 from ..live.patch_record import Patch, adapted_parts, patch_of
 from ..live.weight_samples import have_moved
 from ..modules import PositionModule
-from .pair import IGNORED
+from .held_out import IGNORED
 
 GIVE_BASE = "give the base, calibrate(model, tokens, base=...)"
 

@@ -136,14 +136,17 @@ def _solve(module: ScoreModule, like: Tensor, problem: _Problem) -> bool:
     form, linear = form_of(module, like), module.linear_vectors(problem.distances, like)
     if linear is None or not linear.weight.requires_grad:
         return False
-    if not takes_queries(form):
-        return not form.multiplies and _solve_curve(linear, problem)
-    return _solve_vectors(form, linear, problem)
+    if takes_queries(form):
+        return _solve_vectors(form, linear, problem)
+    if form.multiplies:
+        return False
+    _solve_bias(linear, problem)
+    return True
 
 
 @torch.no_grad()
-def _solve_curve(linear: LinearVectors, problem: _Problem) -> bool:
-    """Solve for the weight of a bias by distance. Return True."""
+def _solve_bias(linear: LinearVectors, problem: _Problem) -> None:
+    """Solve for the weight of a bias by distance. The change is the smallest one of all that are at the least cost."""
     features, weight = linear.features, linear.weight[..., 0]
     moments, right = weight.new_zeros(*weight.shape, weight.shape[-1]), torch.zeros_like(weight)
     for weights, wanted, metric in zip(problem.weights, problem.wanted, problem.metric, strict=True):
@@ -153,7 +156,6 @@ def _solve_curve(linear: LinearVectors, problem: _Problem) -> bool:
         right += (weighted.mT @ wanted)[..., 0]
     missing = right[..., None] - moments @ weight[..., None]
     weight += (torch.linalg.pinv(moments, rtol=1e-12, hermitian=True) @ missing)[..., 0]
-    return True
 
 
 def _solve_vectors(form: Form, vectors: LinearVectors, problem: _Problem) -> bool:

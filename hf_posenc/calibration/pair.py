@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from ..live.watch import LayerCall, entering, recorded
 from ..modules import ScoreModule, owner_of
 from ..patching.changes import NoEmbedding
 from .closed_forms import DistanceSums, coefficients, takes_queries
+from .held_out import cannot_win, losses_of
 from .observe import (
     Observed,
     Rows,
@@ -42,18 +42,6 @@ Values = Sequence[tuple[nn.Parameter, Tensor]]
 
 TOKENS_AT_ONCE = 1024
 """Number of tokens in one forward pass. The queries, keys and values of all layers stay in memory until it ends."""
-
-IGNORED = -100
-"""Label of a token that no loss counts, as in transformers."""
-
-LOSSES_AT_ONCE = 64
-"""Number of tokens whose losses are computed at once: the logarithms then stay in the processor's cache."""
-
-NOISE = 0.01
-"""A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
-
-FEWEST, DEVIATIONS = 256, 3.0
-"""Tokens to read, and standard deviations of the mean difference, before one of two losses is taken for higher."""
 
 TRACED = 16
 """Number of tokens with which the parameters of each attention are traced."""
@@ -328,13 +316,13 @@ class Pair:
         Args:
             values: values of some parameters, which replace their own.
             rival: (N,) losses of the same tokens. The windows are not read to the end once the mean cannot come below
-                the rival's by `NOISE`, see `_cannot_win`. The result is then infinite, (1,).
+                the rival's by `NOISE`, see `cannot_win`. The result is then infinite, (1,).
         """
         read: list[Tensor] = []
         with _with_values(values):
             for window, labels in zip(self.held, self.labels, strict=True):
-                read.append(_losses(self.model, window[None], labels[None]))
-                if rival is not None and rival.isfinite().all() and _cannot_win(torch.cat(read), rival):
+                read.append(losses_of(self.model, window[None], labels[None]))
+                if rival is not None and rival.isfinite().all() and cannot_win(torch.cat(read), rival):
                     return rival.new_full((1,), math.inf)
         return torch.cat(read)
 
@@ -347,7 +335,7 @@ class Pair:
             with attending(model, base_model):
                 for batch, labels in zip(*map(self._split, (self.held, self.labels)), strict=True):
                     with recorded(base_model.modules.layers) as entered:
-                        losses.append(_losses(model, batch, labels))
+                        losses.append(losses_of(model, batch, labels))
                     calls.append({index: entered[index] for index in self.watched})
         self._base_calls = calls
         return self.mean_loss(torch.cat(losses))
@@ -532,38 +520,6 @@ class Pair:
                 if alone.any():
                     self.value_parts.append((p, alone))
         return parameters, projections.pop() if len(projections) == 1 else None
-
-
-def _losses(model: PreTrainedModel, windows: Tensor, labels: Tensor) -> Tensor:
-    """Return the next-token losses of the tokens that count in some windows, in nats, float64 (N,).
-
-    Args:
-        model: a model.
-        windows: (B, T) tokens.
-        labels: (B, T) the same, with `IGNORED` for those that do not count.
-    """
-    logits, targets = model(windows, use_cache=False).logits[:, :-1], labels[:, 1:]
-    losses = [
-        F.cross_entropy(some.float(), wanted, reduction="none", ignore_index=IGNORED)
-        for rows, row_targets in zip(logits, targets, strict=True)
-        for some, wanted in zip(rows.split(LOSSES_AT_ONCE), row_targets.split(LOSSES_AT_ONCE), strict=True)
-    ]
-    return torch.cat(losses)[targets.flatten() != IGNORED].double()
-
-
-def _cannot_win(read: Tensor, rival: Tensor) -> bool:
-    """Return whether a mean loss will hardly come below a rival's by `NOISE`, judged by the tokens read so far.
-
-    Args:
-        read: (n,) losses of the first n tokens.
-        rival: (N,) losses of all tokens.
-    """
-    count = len(read)
-    if not FEWEST <= count < len(rival):
-        return False
-    difference = read - rival[:count]
-    deviation = difference.std() / math.sqrt(count)
-    return not difference.mean() - DEVIATIONS * deviation <= -NOISE  # also if it is NaN
 
 
 def _first_hidden_states(base: BaseModel, tokens: Tensor) -> Tensor:

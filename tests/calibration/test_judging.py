@@ -208,7 +208,7 @@ def test_a_form_that_cannot_win_is_not_read_to_the_end(more, spread, read, monke
         asked.append(losses.split(256)[len(asked) % 4])
         return asked[-1]
 
-    monkeypatch.setattr("hf_posenc.calibration.pair._losses", next_window)
+    monkeypatch.setattr("hf_posenc.calibration.pair.losses_of", next_window)
     found = pair.loss(rival=LOSSES)
     assert len(asked) == read
     assert found == (pytest.approx(losses.mean().item()) if read == 4 else math.inf)
