@@ -41,14 +41,12 @@ class Rows:
 
     Attributes:
         scores: (B, H, R, L) float32 or float64, invisible keys at the dtype's minimum.
-        visible: (B|1, 1|H, R, L) bool.
-        distance: (B|1, 1, R, L) integers.
+        visible: (B, H, R, L) bool.
         sinks: (H,) or None.
     """
 
     scores: Tensor
     visible: Tensor
-    distance: Tensor
     sinks: Tensor | None
 
     @cached_property
@@ -117,8 +115,8 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
     """
     wide = _queries(call, part)
     scores = wide.positions.mask(Content().scores(wide) if content else wide.scores())
-    visible = wide.visible() & (scores > torch.finfo(scores.dtype).min / 2)  # a scheme's heads may have windows
-    return Rows(scores, visible, wide.distance(), wide.sinks)
+    # By the scores, because a scheme's heads may have windows of their own.
+    return Rows(scores, scores > torch.finfo(scores.dtype).min / 2, wide.sinks)
 
 
 def _queries(call: Call, part: slice) -> Call:
