@@ -4,7 +4,8 @@
 python scripts/measure_pairs.py CHECKPOINT TEXT --json found.json
 
 Pairs are chosen on the first windows of the text (`choose_pairs`), by each number, among the pairs of a head, of a
-layer or of the model. By `frequency` the slowest pair of each head stops first. The loss of the next token is measured
+layer or of the model. By `frequency` the slowest pair of each head stops first. With `whole heads` all pairs of a head
+stop together, first in the head with the smallest sum of its numbers. The loss of the next token is measured
 on the last windows of the trained length: `plain`, after the closed forms of `calibrate` (`closed_form`), and after its
 second stage as well (`matched`). The JSON file has the losses of each share of pairs that stop, in nats above the
 base's (`rows`), and the largest share up to which none is above a threshold (`can_stop`). Shares grow until every loss
@@ -32,7 +33,8 @@ from hf_posenc.schemes import RopeByHead
 
 WAYS = ("plain", "closed_form", "matched")
 FREQUENCY = ("frequency", "head")
-CHOICES = {f"{by}, {among}": (by, among) for by, among in [*itertools.product(MEASURES, AMONG), FREQUENCY]}
+WHOLE = ("divergence", "whole heads")
+CHOICES = {f"{by}, {among}": (by, among) for by, among in [*itertools.product(MEASURES, AMONG), FREQUENCY, WHOLE]}
 """Name of a way to choose -> the number, and of what the share is kept."""
 
 
@@ -70,12 +72,24 @@ def choose(base: PreTrainedModel, windows: Tensor, by: str) -> PairChoice:
     return replace(other, by=by, numbers=slower)
 
 
+def of_heads(choice: PairChoice, keep: float) -> RopeByHead:
+    """Return the scheme that rotates all pairs of a share of the heads, those with the largest sums, and no others."""
+    sums = {(place, h): sum(head) for place, layer in enumerate(choice.numbers) for h, head in enumerate(layer)}
+    kept = set(sorted(sums, key=lambda head: -sums[head])[: max(1, round(keep * len(sums)))])
+    pairs = tuple(
+        tuple(tuple(range(len(head))) if (place, h) in kept else () for h, head in enumerate(layer))
+        for place, layer in enumerate(choice.numbers)
+    )
+    return RopeByHead(pairs=pairs, layers=None if choice.every_layer else choice.layers)
+
+
 def schemes(choice: PairChoice, among: str, parts: int) -> list[tuple[float, RopeByHead]]:
     """Return the shares of pairs that stop, growing by one of `parts`, with the schemes of those that go on."""
     found: list[tuple[float, RopeByHead]] = []
     total = sum(len(head) for layer in choice.numbers for head in layer)
     for kept in range(parts - 1, 0, -1):
-        scheme = choice.scheme(kept / parts, among=among)
+        share = kept / parts
+        scheme = of_heads(choice, share) if among == WHOLE[1] else choice.scheme(share, among=among)
         turning = sum(len(head) for layer in scheme.by_head or () for head in layer)
         if turning < total and (not found or scheme != found[-1][1]):
             found.append((1 - turning / total, scheme))

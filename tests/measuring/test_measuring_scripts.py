@@ -1,6 +1,7 @@
 """What scripts measure is what the functions of the package say, and what is committed is of that kind."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -114,7 +115,7 @@ def test_pairs_stop_until_the_loss_is_above_the_thresholds(script, tiny_checkpoi
     text, found = tiny_checkpoints / "text.txt", tiny_checkpoints / "found.json"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 30)
     sizes = ("--tokens", 64, "--choose-windows", 2, "--calibrate-windows", 12, "--steps", 1, "--parts", 4)
-    choices = ("--choices", "contribution, layer", "--thresholds", 1e-4, 9)
+    choices = ("--choices", "contribution, layer", "divergence, whole heads", "--thresholds", 1e-4, 9)
     script("measure_pairs", tiny_checkpoints / "llama", text, *sizes, *choices, "--json", found)
     measured = json.loads(found.read_text())
     committed = json.loads((ROOT / "docs/measured/pairs_stories260K.json").read_text())
@@ -132,6 +133,19 @@ def test_pairs_stop_until_the_loss_is_above_the_thresholds(script, tiny_checkpoi
         with patched(model, scheme):
             assert rows[1]["plain"] == pytest.approx(model(held, labels=held).loss.item() - base, abs=1e-4)
     assert rows[1]["plain"] > 1e-3
+    # Four heads: one, two and three of them stop, those with the smallest divergence first.
+    numbers = choose_pairs(model, ids[:64].view(2, 32)).numbers
+    order = sorted(
+        itertools.product(*map(range, (len(numbers), len(numbers[0])))), key=lambda h: sum(numbers[h[0]][h[1]])
+    )
+    whole = measured["rows"]["divergence, whole heads"]
+    assert [row["share"] for row in whole] == [0.25, 0.5, 0.75]
+    every = range(len(numbers[0][0]))
+    for count, row in enumerate(whole, 1):
+        still = set(order[:count])
+        pairs = [[[] if (place, head) in still else [*every] for head in range(2)] for place in range(2)]
+        with patched(model, "rope_by_head", pairs=pairs), torch.no_grad():
+            assert row["plain"] == pytest.approx(model(held, labels=held).loss.item() - base, abs=1e-4)
 
 
 def test_chosen_layers_are_compared_with_even_ones(script, tiny_checkpoints):
