@@ -69,12 +69,18 @@ def read_schemes(entry: object) -> list[JsonObject]:
 
 
 def _with_added(item: JsonObject) -> JsonObject:
-    """Return the item of a scheme with None for the hyper-parameters that its version did not have."""
+    """Return the item of a scheme with None for the hyper-parameters that its version did not have.
+
+    The order of a known scheme's hyper-parameters is that of `Scheme.hyperparameters`. Config files sort them by name.
+    """
     try:
-        added = scheme_class(item["scheme"]).added
+        cls = scheme_class(item["scheme"])
     except UnknownSchemeError:
-        added = Scheme.added
-    return {**item, **{key: None for key in added if key not in item}}
+        cls, order = Scheme, []
+    else:
+        order = [field.name for field in dataclasses.fields(cls) if field.name not in EVERY_SCHEME]
+    complete = {**dict.fromkeys(cls.added), **item}
+    return {key: complete[key] for key in ("scheme", *order) if key in complete} | complete
 
 
 def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc import CheckpointError, UnknownSchemeError, export_stock, from_pretrained, inspect, patch_model
+from hf_posenc import CheckpointError, UnknownSchemeError, describe, export_stock, from_pretrained, inspect, patch_model
 from hf_posenc.checkpoints.digests import DIGESTS, check_saved_config
 from hf_posenc.checkpoints.files import PENDING, STAGING, complete
 from hf_posenc.checkpoints.folder_lock import LOCK
@@ -843,6 +843,16 @@ def test_inspect_reads_no_weights(tmp_path):
     assert found.version == hf_posenc.__version__
     assert found.problem is None
     assert "shaw(max_distance=5" in str(found)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_inspect_and_describe_print_a_scheme_alike(scheme, tmp_path):
+    model = patched_model(scheme, "gpt2")
+    model.save_pretrained(tmp_path)
+    inspected, described = (
+        str(text).splitlines()[0].split(": ", 1)[1] for text in (inspect(tmp_path), describe(model))
+    )
+    assert inspected == described
 
 
 def test_inspect_of_stock_checkpoints(tmp_path):
