@@ -109,6 +109,19 @@ def test_killed_and_resumed_the_table_is_the_same(scripts, monkeypatch, tmp_path
     for each in (*whole["runs"].values(), *parts["runs"].values()):
         del each["cpu_seconds"]
     assert parts == whole
+    # A rate more is measured. Only if it wins are the runs made again.
+    done = len(calls)
+    monkeypatch.setattr(measure, "RATES", (1e-6, 1e-3, 1e-2))
+    assert run(monkeypatch, measure, *arguments, "--json", tmp_path / "parts.json") == 0
+    assert len(calls) == done
+    monkeypatch.setattr(measure, "RATES", (1e-3, 1e-2, 3e-2))
+    assert run(monkeypatch, measure, *arguments, "--json", tmp_path / "parts.json") == 0
+    more = json.loads((tmp_path / "parts.json").read_text())
+    won = [name for name, chosen in more["rates"].items() if chosen["rate"] == 3e-2]
+    assert won
+    assert len(calls) == done + 2 * len(won)
+    for name, chosen in more["rates"].items():
+        assert whole["rates"][name]["losses"].items() <= chosen["losses"].items()
     with pytest.raises(SystemExit):
         run(monkeypatch, measure, *arguments[:-1], 8, "--json", tmp_path / "parts.json")
     assert "runs of other settings" in capsys.readouterr().err
