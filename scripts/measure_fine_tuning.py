@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""How near to its base a calibrated swap comes by fine-tuning, with the base's predictions as a second target or without.
+"""How near to its base a swap comes by fine-tuning: calibrated or plain, with the base's predictions as a second target.
 
 python scripts/measure_fine_tuning.py CHECKPOINT TEXT --schemes transformer_xl --json results.json
 python scripts/measure_fine_tuning.py CHECKPOINT --schemes t5 --json results.json      text that the base writes itself
 python scripts/measure_fine_tuning.py embedded --schemes t5 --json results.json        the small GPT-2 of the recipes
 
-Each scheme is calibrated, then fine-tuned on the text alone, and on the text together with the base's predictions; the
-base is fine-tuned in the same two ways, as the control. Each of these takes the learning rate of `--rates` that has the
-lowest loss after a tenth of the tokens, on held-out windows that are not measured. Results are written after each run;
-an interrupted measurement goes on.
+Each scheme is calibrated, then fine-tuned on the text alone, and on the text together with the base's predictions. The
+base is fine-tuned in the same two ways, as the control. A plain swap is fine-tuned on the text. Each of these takes the
+learning rate of `--rates`, or `--plain-rates`, that has the lowest loss after a tenth of the tokens, on held-out windows
+that are not measured. Results are written after each run; an interrupted measurement goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import sys
@@ -32,20 +33,26 @@ from transformers import PreTrainedModel
 from hf_posenc import patch_model
 from hf_posenc.calibration import Matching, calibrate
 
-RATES = (1e-4, 3e-4, 1e-3)
-TARGETS = ("text", "text and base")
+RATES, PLAIN_RATES = (1e-4, 3e-4, 1e-3), (3e-4, 1e-3, 3e-3, 1e-2)
+PLAIN = "plain swap"
+RUNS = ("text", "text and base", PLAIN)
+"""Ways to fine-tune: a calibrated swap in the first two, a plain one, on the text, in the last."""
 CONTROL = "control"
 CHOOSE, BATCH_TOKENS = 16, 2048
 """Held-out windows that choose the rate, and tokens of a step."""
 
 
-def start(options: argparse.Namespace, checkpoint: str, scheme: str, seed: int, short: Tensor) -> PreTrainedModel:
-    """Return the base, or a calibrated swap of it."""
+def start(
+    options: argparse.Namespace, checkpoint: str, scheme: str, seed: int, short: Tensor, *, plain: bool
+) -> PreTrainedModel:
+    """Return the base, or a plain or calibrated swap of it."""
     model = calibration.load(checkpoint)
     if scheme == CONTROL:
         return model
     name, hyperparameters = calibration.SCHEMES[scheme]
     patch_model(model, name, seed=seed, **hyperparameters)
+    if plain:
+        return model
     matching = Matching(steps=options.steps, weight_rate=options.weight_rate, seed=seed)
     calibrate(model, short, closed_windows=calibration.FITTED, matching=matching)
     return model
@@ -72,28 +79,29 @@ def measure(options: argparse.Namespace, checkpoint: str, parts: list[list[int]]
     teacher = calibration.load(checkpoint).eval()
     for seed in options.seeds:
         for scheme in (CONTROL, *options.schemes):
-            missing = [target for target in TARGETS if f"{scheme}, {target}, seed {seed}" not in result["runs"]]
-            if not missing:
-                continue
-            begin = start(options, checkpoint, scheme, seed, short)
-            before = calibration.measure(begin, held)
-            for target in missing:
-                began, teaches = time.process_time(), None if target == "text" else teacher
-                losses = {}
-                for rate in options.rates:
-                    tokens = [max(options.tokens) // 10]
+            missing = [how for how in options.runs if f"{scheme}, {how}, seed {seed}" not in result["runs"]]
+            for plain, group in itertools.groupby(missing, lambda how: how == PLAIN):
+                if plain and scheme == CONTROL:
+                    continue
+                begin = start(options, checkpoint, scheme, seed, short, plain=plain)
+                before = calibration.measure(begin, held)
+                for how in group:
+                    began, teaches = time.process_time(), teacher if how == "text and base" else None
+                    losses = {}
+                    for rate in options.plain_rates if plain else options.rates:
+                        tokens = [max(options.tokens) // 10]
+                        model = copy.deepcopy(begin)
+                        (after,) = tuned(options, model, train, teaches, choose, rate, tokens, seed).values()
+                        losses[rate] = after[str(own)]
+                    rate = min(losses, key=losses.__getitem__)
                     model = copy.deepcopy(begin)
-                    (after,) = tuned(options, model, train, teaches, choose, rate, tokens, seed).values()
-                    losses[rate] = after[str(own)]
-                rate = min(losses, key=losses.__getitem__)
-                model = copy.deepcopy(begin)
-                after = tuned(options, model, train, teaches, held, rate, options.tokens, seed)
-                found = {"before": before, "after": after, "rate": rate}
-                found["losses_of_rates"] = {str(each): loss for each, loss in losses.items()}
-                found["cpu_seconds"] = round(time.process_time() - began, 1)
-                result["runs"][f"{scheme}, {target}, seed {seed}"] = found
-                write(options.json, result)
-                print(f"{scheme}, {target}, seed {seed}", json.dumps(found), flush=True)
+                    after = tuned(options, model, train, teaches, held, rate, options.tokens, seed)
+                    found = {"before": before, "after": after, "rate": rate}
+                    found["losses_of_rates"] = {str(each): loss for each, loss in losses.items()}
+                    found["cpu_seconds"] = round(time.process_time() - began, 1)
+                    result["runs"][f"{scheme}, {how}, seed {seed}"] = found
+                    write(options.json, result)
+                    print(f"{scheme}, {how}, seed {seed}", json.dumps(found), flush=True)
 
 
 def main() -> int:
@@ -112,12 +120,14 @@ def main() -> int:
     parser.add_argument("--held-out-tokens", type=int, default=32_768, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[10_000, 61_000, 250_000], help="of fine-tuning")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to choose from")
+    parser.add_argument("--plain-rates", nargs="+", type=float, default=list(PLAIN_RATES), help="of plain swaps")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="ways to fine-tune")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
     if options.checkpoint == calibration.EMBEDDED and options.text:
         parser.error(f"{calibration.EMBEDDED} has a text of its own")
     result = read(options.json, {"settings": {}, "runs": {}})
-    unsaid = ("checkpoint", "text", "json", "schemes", "seeds")
+    unsaid = ("checkpoint", "text", "json", "schemes", "seeds", "runs")
     settings = {name: value for name, value in vars(options).items() if name not in unsaid}
     with tempfile.TemporaryDirectory() as scratch:
         # A base writes as many tokens as are trained on, and a tenth more, which is held out.

@@ -332,15 +332,20 @@ def test_fine_tuning_after_a_calibration_has_two_targets_and_a_control(script, t
     arguments = (tiny_checkpoints / "llama", text, "--schemes", "t5", *few)
     script("measure_fine_tuning", *arguments)
     runs = json.loads(found.read_text())["runs"]
-    assert set(runs) == {
-        f"{name}, {target}, seed 0" for name in ("control", "t5") for target in ("text", "text and base")
-    }
+    ways = [f"{name}, {how}" for name in ("control", "t5") for how in ("text", "text and base")]
+    assert set(runs) == {f"{name}, seed 0" for name in (*ways, "t5, plain swap")}
+    assert set(runs["t5, plain swap, seed 0"]["losses_of_rates"]) == {"0.0003", "0.001", "0.003", "0.01"}
+    plain = patch_model(
+        AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "t5", share_layers=False, seed=0
+    )
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoints / "llama")
     ids = [i for part in text.read_text().split("\n\n")[135:] for i in tokenizer(part).input_ids][16 * 16 :]
     windows = torch.tensor(ids[: 8 * 16]).view(-1, 16)
     with torch.no_grad():
-        expected = model(windows, labels=windows).loss.item()
+        expected, swapped = (each.eval()(windows, labels=windows).loss.item() for each in (model, plain))
+    assert runs["t5, plain swap, seed 0"]["before"]["16"] == pytest.approx(swapped, abs=1e-3)
+    assert swapped > runs["t5, text, seed 0"]["before"]["16"] + 1e-3
     for target in ("text", "text and base"):
         run = runs[f"control, {target}, seed 0"]
         assert run["before"]["16"] == pytest.approx(expected, abs=1e-3)
