@@ -155,7 +155,8 @@ def tuned(name: str) -> str:
     for key, run in measured["runs"].items():
         scheme, target, seed = key.split(", ")
         groups.setdefault((scheme, target), {})[seed] = run
-    for (scheme, target), runs in groups.items():
+    schemes, ways = (list(dict.fromkeys(names)) for names in zip(*groups, strict=True))
+    for (scheme, target), runs in sorted(groups.items(), key=lambda g: (schemes.index(g[0][0]), ways.index(g[0][1]))):
         title = f"{'the base' if scheme == 'control' else f'`{scheme}`'}, {target}"
         cells = [
             title,
