@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from hf_posenc import patch_model
 from hf_posenc.calibration import Matching, calibrate
 
-RATES, PLAIN_RATES = (1e-4, 3e-4, 1e-3), (3e-4, 1e-3, 3e-3, 1e-2)
+RATES, PLAIN_RATES = (1e-4, 3e-4, 1e-3), (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 PLAIN = "plain swap"
 RUNS = ("text", "text and base", PLAIN)
 """Ways to fine-tune: a calibrated swap in the first two, a plain one, on the text, in the last."""

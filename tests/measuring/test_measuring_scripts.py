@@ -334,7 +334,7 @@ def test_fine_tuning_after_a_calibration_has_two_targets_and_a_control(script, t
     runs = json.loads(found.read_text())["runs"]
     ways = [f"{name}, {how}" for name in ("control", "t5") for how in ("text", "text and base")]
     assert set(runs) == {f"{name}, seed 0" for name in (*ways, "t5, plain swap")}
-    assert set(runs["t5, plain swap, seed 0"]["losses_of_rates"]) == {"0.0003", "0.001", "0.003", "0.01"}
+    assert set(runs["t5, plain swap, seed 0"]["losses_of_rates"]) == {"0.0001", "0.0003", "0.001", "0.003", "0.01"}
     plain = patch_model(
         AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama"), "t5", share_layers=False, seed=0
     )
