@@ -171,6 +171,8 @@ def choose_rate(
         if best != before["rate"]:
             result["runs"] = {key: each for key, each in result["runs"].items() if not key.startswith(f"{run}, seed ")}
         result["rates"][run] = {"rate": best, "losses": losses}
+        result["summary"] = summary(result["runs"])
+        write(options.json, result)
         print(f"{run}: rate {best}, losses {losses}", flush=True)
     return result["rates"][run]["rate"]
 
