@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..errors import CheckpointError, HfPosencError
 from ..families.base import language_config
 from ..patching.patched_layers import MARKER
-from ..schemes.base import EVERY_SCHEME
 from . import files
 from .cards import describe_calibration
 from .class_names import architecture
@@ -24,7 +23,7 @@ from .headers import JsonObject, json_object, read_tensor_headers
 from .loading_weights import check_loaded, check_shapes, named_tensors, position_keys
 from .markdown import one_line
 from .model_classes import saved_class
-from .scheme_entry import ENTRY, VERSION_KEY, read_calibration, read_schemes, schemes_of_config
+from .scheme_entry import ENTRY, VERSION_KEY, parse_scheme, read_calibration, read_schemes, schemes_of_config
 from .stock_checkpoints import check_checkpoint_served
 
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "force_download", "local_files_only", "proxies")
@@ -73,10 +72,13 @@ class Inspection:
 
 
 def _describe_scheme(scheme: JsonObject) -> str:
-    """Return a scheme with its hyper-parameters as text, without `layers` and the like if they are None."""
+    """Return a scheme as it prints itself, or as the config lists it if this installation cannot make it."""
+    try:
+        return str(parse_scheme(scheme, "config.json"))
+    except HfPosencError:  # `problem` says it
+        pass
     values = {key: value for key, value in scheme.items() if key != "scheme"}
-    shown = {key: value for key, value in values.items() if key not in EVERY_SCHEME or value is not None}
-    return f"{scheme['scheme']}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
+    return f"{scheme['scheme']}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
 def inspect(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Inspection:

@@ -69,18 +69,12 @@ def read_schemes(entry: object) -> list[JsonObject]:
 
 
 def _with_added(item: JsonObject) -> JsonObject:
-    """Return the item of a scheme with None for the hyper-parameters that its version did not have.
-
-    The order of a known scheme's hyper-parameters is that of `Scheme.hyperparameters`. Config files sort them by name.
-    """
+    """Return the item of a scheme with None for the hyper-parameters that its version did not have."""
     try:
-        cls = scheme_class(item["scheme"])
+        added = scheme_class(item["scheme"]).added
     except UnknownSchemeError:
-        cls, order = Scheme, []
-    else:
-        order = [field.name for field in dataclasses.fields(cls) if field.name not in EVERY_SCHEME]
-    complete = {**dict.fromkeys(cls.added), **item}
-    return {key: complete[key] for key in ("scheme", *order) if key in complete} | complete
+        added = Scheme.added
+    return {**item, **{key: None for key in added if key not in item}}
 
 
 def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
@@ -98,11 +92,20 @@ def schemes_of_config(config: PreTrainedConfig) -> tuple[Scheme, ...]:
     if not schemes or (listed is not None and (not isinstance(listed, list) or len(schemes) != len(listed))):
         raise CheckpointError(f"hf_posenc: {source} has no {ENTRY}.{SCHEMES} that name schemes")
     read_calibration(entry)
-    return tuple(_parse_scheme(item, source) for item in schemes)
+    return tuple(parse_scheme(item, source) for item in schemes)
 
 
-def _parse_scheme(item: JsonObject, source: str) -> Scheme:
-    """Return the scheme of an item of `read_schemes`. `source` names the config in messages."""
+def parse_scheme(item: JsonObject, source: str) -> Scheme:
+    """Return the scheme of an item of `read_schemes`.
+
+    Args:
+        item: name and hyper-parameters.
+        source: name of the config in messages.
+
+    Raises:
+        CheckpointError: if the scheme has other hyper-parameters.
+        UnknownSchemeError: if the scheme is not registered.
+    """
     values = {key: value for key, value in item.items() if key != "scheme"}
     try:
         cls = scheme_class(item["scheme"])

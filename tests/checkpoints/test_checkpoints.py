@@ -845,14 +845,34 @@ def test_inspect_reads_no_weights(tmp_path):
     assert "shaw(max_distance=5" in str(found)
 
 
+def first_lines(model, folder):
+    """What `inspect` and `describe` print of a model's schemes."""
+    model.save_pretrained(folder)
+    return [str(text).splitlines()[0].split(": ", 1)[1] for text in (inspect(folder), describe(model))]
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_inspect_and_describe_print_a_scheme_alike(scheme, tmp_path):
-    model = patched_model(scheme, "gpt2")
-    model.save_pretrained(tmp_path)
-    inspected, described = (
-        str(text).splitlines()[0].split(": ", 1)[1] for text in (inspect(tmp_path), describe(model))
-    )
+    inspected, described = first_lines(patched_model(scheme, "gpt2"), tmp_path)
     assert inspected == described
+
+
+def test_inspect_counts_pairs_that_are_listed_by_head(tmp_path):
+    model = tiny("llama")
+    heads = model.config.num_key_value_heads
+    pairs = [[[0, 1], *([[0]] * (heads - 1))] for _ in range(model.config.num_hidden_layers)]
+    inspected, described = first_lines(patch_model(model, "rope_by_head", pairs=pairs), tmp_path)
+    count = len(pairs) * (heads + 1)
+    assert inspected == described == f"rope_by_head(pairs=[{count} in {len(pairs) * heads} heads])"
+
+
+def test_inspect_lists_a_scheme_that_it_cannot_make(tmp_path):
+    patched_model("alibi", "gpt2").save_pretrained(tmp_path)
+    edit_config(tmp_path, lambda config: config["position_encoding"]["schemes"][0].update(scheme="elsewhere", slope=3))
+    found = inspect(tmp_path)
+    assert "elsewhere(" in str(found).splitlines()[0]
+    assert "slope=3" in str(found).splitlines()[0]
+    assert "unknown scheme 'elsewhere'" in found.problem
 
 
 def test_inspect_of_stock_checkpoints(tmp_path):
