@@ -9,7 +9,7 @@ Each scheme is calibrated, then fine-tuned on the text alone, and on the text to
 base is fine-tuned in the same two ways, as the control. Each of these takes the learning rate of `--rates` that has the
 lowest loss after a tenth of the tokens, on held-out windows that are not measured. A plain swap is fine-tuned on the
 text, with all tokens at each of `--plain-rates`, and the rate with the lowest loss at the end counts: what is best after
-a tenth of the tokens is too large for the rest. Results are written after each run; an interrupted measurement goes on.
+a tenth of the tokens can be too large for the rest. Results are written after each run; an interrupted measurement goes on.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def measure(options: argparse.Namespace, checkpoint: str, parts: list[list[int]]
                 for how in group:
                     began, teaches = time.process_time(), teacher if how == "text and base" else None
                     losses, after = {}, {}
+                    measured_on, tokens = (held, options.tokens) if plain else ({}, [max(options.tokens) // 10])
                     for rate in options.plain_rates if plain else options.rates:
                         model = copy.deepcopy(begin)
-                        measured_on, tokens = (held, options.tokens) if plain else ({}, [max(options.tokens) // 10])
                         after[rate] = tuned(options, model, train, teaches, measured_on, rate, tokens, seed)
                         losses[rate] = calibration.measure(model, choose)[str(own)]
                     rate = min(losses, key=losses.__getitem__)

@@ -115,7 +115,7 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
     """
     wide = _queries(call, part)
     scores = wide.positions.mask(Content().scores(wide) if content else wide.scores())
-    # By the scores, because a scheme's heads may have windows of their own.
+    # A key is visible if its score is not masked. Positions alone do not say it: a scheme's heads may have windows.
     return Rows(scores, scores > torch.finfo(scores.dtype).min / 2, wide.sinks)
 
 
