@@ -5,42 +5,38 @@ of patched models are registered with AutoConfig as soon as any package imports 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from .checkpoints.after_import import after_import
+from .checkpoints.auto_classes import announce_when_imported
 
 _PUBLIC_NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
-    ".calibration.factor_search": "DivideAndConquer Evolution",
+    ".calibration.choices": "LayerChoice PairChoice choose_layers choose_pairs",
     ".calibration.frequency_search": "FrequencySearch search_frequencies",
-    ".calibration.layer_choice": "LayerChoice choose_layers",
-    ".calibration.pair_choice": "PairChoice choose_pairs",
-    ".calibration.temperature_fit": "TemperatureFit fit_temperature",
-    ".attention_call": "Call",
+    ".core.attention_call": "Call",
     ".checking.check": "check",
+    ".checking.describe": "describe which_engine",
+    ".checking.verify": "verify",
     ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",
     ".checkpoints.gguf_export": "export_gguf",
-    ".checkpoints.inspecting": "inspect",
-    ".description": "describe which_engine",
-    ".errors": "AlreadyPatchedError CheckpointError HfPosencError NotPatchedError PluginError UnknownSchemeError "
+    ".core.errors": "AlreadyPatchedError CheckpointError HfPosencError NotPatchedError PluginError UnknownSchemeError "
     "UnsupportedModelError",
     ".families.base": "Family",
-    ".forms": "Bias ClippedVectors Factors Form LinearVectors RelativeKeys Slopes",
-    ".loading": "from_pretrained",
-    ".lora": "load_adapter lora_config",
-    ".modules": "PositionEmbedding QueryModule Rotation ScoreModule TokenModule",
+    ".core.forms": "Bias ClippedVectors Factors Form LinearVectors RelativeKeys Sides Slopes Waves",
+    ".loading": "from_pretrained inspect",
+    ".checkpoints.lora": "load_adapter lora_config",
+    ".core.modules": "PositionEmbedding QueryModule Rotation ScoreModule TokenModule",
     ".parallel": "context_group context_parallel shard_sequence",
-    ".registry": "available_schemes register_scheme",
+    ".core.registry": "available_schemes register_scheme",
     ".schemes.base": "Dims EmbeddingScheme QueryScheme RotaryScheme Scheme ScoreScheme TokenScheme",
-    ".upstream.endless_cache": "EndlessCache",
-    ".verification": "verify",
 }
 """Module -> its public names. `__init__.pyi` lists the same names for type checkers."""
 
 _MODULE_OF = {name: module for module, names in _PUBLIC_NAMES.items() for name in names.split()} | {
-    "__version__": ".version"
+    "__version__": ".core.version"
 }
 
 __all__ = sorted(_MODULE_OF)
@@ -51,15 +47,10 @@ def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         module = import_module(_MODULE_OF[name], __name__)
         value = getattr(module, "VERSION" if name == "__version__" else name)
-    elif name.startswith("_"):
+    elif name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     else:
-        try:
-            value = import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        value = import_module(f"{__name__}.{name}")
     globals()[name] = value
     return value
 
@@ -69,17 +60,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _announce_patched_types() -> None:
-    from .checkpoints.auto_classes import announce_all
-
-    announce_all()
-
-
-def _announce_multimodal_types() -> None:
-    from .checkpoints.auto_classes import announce_multimodal
-
-    announce_multimodal()
-
-
-after_import("transformers.models.auto.modeling_auto", _announce_multimodal_types)
-after_import("transformers.models.auto.configuration_auto", _announce_patched_types)
+announce_when_imported()

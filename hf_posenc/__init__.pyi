@@ -8,22 +8,24 @@ from .api import (
     unpatch_model as unpatch_model,
 )
 from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
-from .calibration.factor_search import DivideAndConquer as DivideAndConquer, Evolution as Evolution
+from .calibration.choices import (
+    LayerChoice as LayerChoice,
+    PairChoice as PairChoice,
+    choose_layers as choose_layers,
+    choose_pairs as choose_pairs,
+)
 from .calibration.frequency_search import (
     FrequencySearch as FrequencySearch,
     search_frequencies as search_frequencies,
 )
-from .calibration.layer_choice import LayerChoice as LayerChoice, choose_layers as choose_layers
-from .calibration.pair_choice import PairChoice as PairChoice, choose_pairs as choose_pairs
-from .calibration.temperature_fit import TemperatureFit as TemperatureFit, fit_temperature as fit_temperature
-from .attention_call import Call as Call
+from .core.attention_call import Call as Call
 from .checking.check import check as check
+from .checking.describe import describe as describe, which_engine as which_engine
+from .checking.verify import verify as verify
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock
 from .checkpoints.gguf_export import export_gguf as export_gguf
-from .checkpoints.inspecting import inspect as inspect
-from .description import describe as describe, which_engine as which_engine
-from .errors import (
+from .core.errors import (
     AlreadyPatchedError as AlreadyPatchedError,
     CheckpointError as CheckpointError,
     HfPosencError as HfPosencError,
@@ -33,18 +35,21 @@ from .errors import (
     UnsupportedModelError as UnsupportedModelError,
 )
 from .families.base import Family as Family
-from .forms import (
+from .core.forms import (
     Bias as Bias,
     ClippedVectors as ClippedVectors,
     Factors as Factors,
     Form as Form,
     LinearVectors as LinearVectors,
     RelativeKeys as RelativeKeys,
+    Sides as Sides,
     Slopes as Slopes,
+    Waves as Waves,
 )
 from .loading import from_pretrained as from_pretrained
-from .lora import load_adapter as load_adapter, lora_config as lora_config
-from .modules import (
+from .loading import inspect as inspect
+from .checkpoints.lora import load_adapter as load_adapter, lora_config as lora_config
+from .core.modules import (
     PositionEmbedding as PositionEmbedding,
     QueryModule as QueryModule,
     Rotation as Rotation,
@@ -56,7 +61,7 @@ from .parallel import (
     context_parallel as context_parallel,
     shard_sequence as shard_sequence,
 )
-from .registry import available_schemes as available_schemes, register_scheme as register_scheme
+from .core.registry import available_schemes as available_schemes, register_scheme as register_scheme
 from .schemes.base import (
     Dims as Dims,
     EmbeddingScheme as EmbeddingScheme,
@@ -66,7 +71,5 @@ from .schemes.base import (
     ScoreScheme as ScoreScheme,
     TokenScheme as TokenScheme,
 )
-from .upstream.endless_cache import EndlessCache as EndlessCache
-from .verification import verify as verify
 
 __version__: str

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,17 +13,14 @@ from transformers import PreTrainedModel
 
 from .checkpoints.model_classes import classes_of_ours
 from .checkpoints.scheme_entry import CALIBRATION, make_entry
-from .dims import REST
-from .errors import UnsupportedModelError
-from .live.obstacles import models_around
-from .live.patch_record import PATCH, Patch, patch_of, patched_part
-from .live.undo import SetAttribute, Undo
-from .live.weight_samples import keep_if_moved, stock_samples
-from .modules import position_parameters
+from .core.dims import REST
+from .core.modules import position_parameters
+from .core.registry import available_schemes, check_registered, scheme_class
+from .model.obstacles import check_undone, dense, to_be_changed
+from .model.patch_record import PATCH, SAMPLES, have_moved, patch_of, patched_part, samples_of
+from .model.undo import SetAttribute, Undo
 from .patching.changes import place_started
-from .patching.check import to_be_patched, to_be_unpatched
 from .patching.plan import make_plan
-from .registry import available_schemes, check_registered, scheme_class
 from .schemes.base import Scheme
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -54,45 +50,28 @@ def parse_schemes(scheme: Schemes, hyperparameters: dict[str, object]) -> tuple[
     """
     if isinstance(scheme, str):
         return (scheme_class(scheme).parse(hyperparameters),)
-    schemes = _by_layers(scheme) if isinstance(scheme, Mapping) else _instances(scheme)
-    if not schemes:
+    pairs: list[tuple[Any, Any]] = [
+        (key, each)
+        for key, value in (scheme.items() if isinstance(scheme, Mapping) else [(None, scheme)])
+        for each in (value if isinstance(value, (list, tuple)) else [value]) or [None]
+    ]
+    if not pairs or not all(isinstance(each, (str, Scheme)) for _, each in pairs):
         raise TypeError(
             f"scheme must be one of the names {', '.join(available_schemes())}, a Scheme, a list of names or Schemes, "
             f"or a mapping of layers to them, not {scheme!r}"
         )
-    for each in schemes:
+    schemes: list[Scheme] = []
+    for key, named in pairs:
+        each = scheme_class(named).parse({}) if isinstance(named, str) else named
         check_registered(type(each))
-    if hyperparameters:
-        names = " and ".join(each.name for each in schemes)
-        raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} cannot go with an instance of {names}")
-    return tuple(schemes)
-
-
-def _instances(scheme: object) -> list[Scheme]:
-    """Return the schemes of a name, an instance or a list of both; an empty list for anything else."""
-    listed: list[Any] = list(scheme) if isinstance(scheme, (list, tuple)) else [scheme]
-    if not all(isinstance(each, (str, Scheme)) for each in listed):
-        return []
-    return [scheme_class(each).parse({}) if isinstance(each, str) else each for each in listed]
-
-
-def _by_layers(mapping: Mapping[Any, object]) -> list[Scheme]:
-    """Return the schemes of a mapping of layers to schemes; an empty list if a value is no scheme.
-
-    Raises:
-        TypeError: if a scheme names layers itself.
-    """
-    schemes = []
-    for key, value in mapping.items():
-        listed = _instances(value)
-        if not listed:
-            return []
-        layers = REST if key == DEFAULT else (key,) if isinstance(key, int) else key
-        for each in listed:
+        if key is not None:
             if each.layers is not None:
                 raise TypeError(f"{each.name} names layers itself, and is the value of {key!r}: name them in one place")
-            schemes.append(replace(each, layers=layers))
-    return schemes
+            each = replace(each, layers=REST if key == DEFAULT else (key,) if isinstance(key, int) else key)
+        schemes.append(each)
+    if hyperparameters:
+        raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} go with the name of one scheme only")
+    return tuple(schemes)
 
 
 def patch_model(
@@ -138,33 +117,22 @@ def patch_model(
     schemes = parse_schemes(scheme, hyperparameters)
     if seed is not None and not isinstance(seed, int):
         raise TypeError(f"seed must be an integer or None, not {seed!r}")
-    with to_be_patched(model):
+    with to_be_changed(model, "patch"):
+        unpacked = dense(model)
         plan = make_plan(model, schemes, attention)
-        placed = place_started(plan, seed)
-        plan, undo, changes = placed.plan, Undo(), placed.pending
-        base, layers = patched_part(model), plan.base.modules.layers
-        patch = Patch(plan.schemes, attention, undo, layers, plan.limit, plan.attends, stock_samples(model))
-        patch.backend = plan.backend
-        changes.append(SetAttribute(base, PATCH, patch))
-        for around in models_around(model):
-            changes.append(SetAttribute(around, "save_pretrained", partial(_refuse_to_save, type(around), patch.name)))
-        changes += classes_of_ours(model, base.config, make_entry(plan.schemes))
+        changes = place_started(plan, seed)
+        base, undo = patched_part(model), Undo()
+        patch = plan.record(undo)
+        patch.samples = model.base_model.__dict__.get(SAMPLES) or samples_of(model)
+        entry = make_entry(plan.schemes)
+        classes = classes_of_ours(model, base.config, entry)
         try:
-            undo.apply(*changes)
+            undo.apply(*changes.pending, SetAttribute(base, PATCH, patch), *unpacked, *classes)
             patch.started = {name: parameter._version for name, parameter in position_parameters(base).items()}
         except BaseException:
             undo.roll_back()
             raise
     return model
-
-
-def _refuse_to_save(around: type, schemes: str, *args: object, **kwargs: object) -> None:
-    """Replace `save_pretrained` of a stock model around a patched one, because its checkpoint could not be loaded."""
-    raise UnsupportedModelError(
-        f"only a part of this {around.__name__} is patched with {schemes}, so a checkpoint of the whole could not be "
-        "loaded: call save_pretrained on the patched part; or call unpatch_model on the part, then patch_model on the "
-        "whole"
-    )
 
 
 def unpatch_model(model: Model) -> Model:
@@ -186,15 +154,19 @@ def unpatch_model(model: Model) -> Model:
             over devices; if layers were copied after it was patched; if other code has replaced a forward that must be
             restored; if another call is patching, unpatching or calibrating it.
     """
-    with to_be_unpatched(model) as (patch, undo):
+    with to_be_changed(model, "unpatch") as patch:
+        patch, undo = check_undone(model, patch)
         calibrated = CALIBRATION in model.config.position_encoding
         undo.roll_back()
-        if keep_if_moved(model, patch.samples) and calibrated:
-            warnings.warn(
-                f"unpatch_model: a calibration has changed weights of this {type(model).__name__}, and they stay "
-                "changed: load the checkpoint again for the stock weights",
-                stacklevel=2,
-            )
+        model.base_model.__dict__.pop(SAMPLES, None)
+        if have_moved(model, patch.samples):
+            setattr(model.base_model, SAMPLES, patch.samples)  # for the next patch: those of the original weights
+            if calibrated:
+                warnings.warn(
+                    f"unpatch_model: a calibration has changed weights of this {type(model).__name__}, and they stay "
+                    "changed: load the checkpoint again for the stock weights",
+                    stacklevel=2,
+                )
     return model
 
 
@@ -202,8 +174,7 @@ def unpatch_model(model: Model) -> Model:
 def patched(model: Model, scheme: Schemes, **arguments: Any) -> Iterator[Model]:
     """Patch a model for the length of a `with` block, also when the body raises.
 
-    At the end the model is stock, even if the body has unpatched it or patched it with another scheme. If unpatching
-    fails after an error of the body, the error of the body is raised, with a note.
+    At the end the model is stock, even if the body has unpatched it or patched it with another scheme.
 
     Args:
         model: as for `patch_model`.
@@ -216,18 +187,9 @@ def patched(model: Model, scheme: Schemes, **arguments: Any) -> Iterator[Model]:
     patch_model(model, scheme, **arguments)
     try:
         yield model
-    except BaseException as error:
-        try:
-            _make_stock(model)
-        except Exception as failure:
-            error.add_note(f"After this the model could not be unpatched: {failure}")
-        raise
-    _make_stock(model)
-
-
-def _make_stock(model: PreTrainedModel) -> None:
-    if patch_of(model) is not None:
-        unpatch_model(model)
+    finally:
+        if patch_of(model) is not None:
+            unpatch_model(model)
 
 
 def is_patched(model: nn.Module) -> bool:

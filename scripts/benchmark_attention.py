@@ -37,14 +37,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
-from hf_posenc.attention_call import Call
-from hf_posenc.dims import Dims
+from hf_posenc.core.attention_call import Call
+from hf_posenc.core.dims import Dims
+from hf_posenc.core.forms import Bias, Slopes
+from hf_posenc.core.positions import Positions
+from hf_posenc.core.registry import scheme_class
 from hf_posenc.engines import banded, toeplitz
 from hf_posenc.engines.dispatch import ENGINES, Engine
-from hf_posenc.forms import Bias, Slopes
-from hf_posenc.live.patch_record import patch_of
-from hf_posenc.positions import Positions
-from hf_posenc.registry import scheme_class
+from hf_posenc.model.patch_record import patch_of
 
 SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl")
 PHASES = ("forward", "forward+backward", "decode")
@@ -112,14 +112,12 @@ def candidates(
     }
     with torch.set_grad_enabled(phase == "forward+backward"):
         for engine in ENGINES:
-            if engine.name == "flex" and device == "cpu":  # it compiles every shape, and has no backward
-                continue
             if engine.why_not(call) is None and (engine.name != "reference" or q.shape[2] * length <= DENSE):
                 found[engine.name] = run(engine)
     if q.shape[2] * length <= DENSE:
         found["naive"] = naive
         if isinstance(call.form, (Bias, Slopes)):
-            mask = call.form.table(length)[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
+            mask = call.form.curve(length)[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
                 ~positions.visible()[0], -torch.inf
             )
             mask = mask[None].detach().to(dtype)

@@ -13,9 +13,14 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from hf_posenc.evaluation import non_overlapping_perplexity
-from hf_posenc.recipes.embedded import CONTEXT, FOLDER, HELD_OUT, byte_model, byte_tokenizer, library_parts, train_base
+from hf_posenc.recipes.embedded import CONTEXT, FOLDER, HELD_OUT, byte_tokenizer, decoder, library_parts
+
+MATRIX_RATE = 0.02
 
 README = """\
 # The embedded base
@@ -62,6 +67,109 @@ def shared(training: list[Path], held_out: list[Path], length: int = 50) -> floa
     known = {string for path in training for string in strings(path)}
     found = [string in known for path in held_out for string in strings(path)]
     return sum(found) / len(found)
+
+
+def byte_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
+    """Return an untrained decoder of four layers of width 128.
+
+    With only 0.9 million weights it learns something within a minute.
+    """
+    # GPT-2's 0.02 is for width 768 and more. A narrow model would start to learn much later with it.
+    model = decoder(tokenizer, positions=CONTEXT, width=128, layers=4, heads=4, initializer_range=0.06)
+    # In a table of sinusoids a linear map leads to the token before. Starting there saves half of the training time.
+    width = model.config.n_embd
+    rates = 10000 ** (-torch.arange(0, width, 2) / width)
+    angles = torch.arange(CONTEXT)[:, None] * rates
+    with torch.no_grad():
+        model.transformer.wpe.weight.copy_(0.1 * torch.cat([angles.sin(), angles.cos()], dim=1))
+    return model
+
+
+class Orthogonalized(torch.optim.Optimizer):
+    """Muon in the dtype of the weights: steps by a momentum whose singular values are made about equal.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. `torch.optim.Muon` computes in
+    bfloat16, which takes tens of times longer on a CPU without bfloat16 instructions.
+
+    Args:
+        matrices: two-dimensional weights.
+        lr: learning rate.
+        weight_decay: a step multiplies the weights by 1 - `lr` * `weight_decay`.
+    """
+
+    def __init__(self, matrices: list[Tensor], lr: float, weight_decay: float):
+        """Begin without momentum."""
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Add the orthogonalised momentum to every matrix."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 0.05)
+                update = orthogonalize(weight.grad.lerp(momentum, 0.95))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(update, alpha=group["lr"] * max(1, weight.shape[0] / weight.shape[1]) ** 0.5)
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return the matrix (N, M) with its singular values moved close to 1, by five Newton-Schulz steps."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    result = matrix.T if tall else matrix
+    result = result / result.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = result @ result.T
+        result = 3.4445 * result + (-4.7750 * gram + 2.0315 * gram @ gram) @ result
+    return result.T if tall else result
+
+
+def train_base(
+    model: GPT2LMHeadModel,
+    tokens: Tensor,
+    *,
+    steps: int,
+    batch_size: int = 4,
+    learning_rate: float = 3e-3,
+) -> list[float]:
+    """Train a model in place on random windows as long as its context, in float32. Afterwards it is in eval mode.
+
+    Args:
+        model: untrained model, .
+        tokens: `(N,)` int64 training text.
+        steps: optimizer steps of `batch_size` windows each.
+        batch_size: windows per step.
+        learning_rate: peak for embeddings and vectors. The schedule is a warm-up of 5 % and a cosine decay to 0.
+
+    Returns:
+        The losses of the steps, in nats per token.
+    """
+    context = model.config.n_positions
+    model.train()
+    # Held-out loss after 800 steps on one core: 2.09 with AdamW alone (120 s), 1.85 with this (151 s).
+    matrices = [weight for name, weight in model.named_parameters() if ".h." in name and weight.dim() == 2]
+    others = [weight for name, weight in model.named_parameters() if ".h." not in name or weight.dim() != 2]
+    optimizers = [
+        Orthogonalized(matrices, lr=MATRIX_RATE, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
+    ]
+    schedules = [get_cosine_schedule_with_warmup(optimizer, max(1, steps // 20), steps) for optimizer in optimizers]
+    offsets, losses = torch.arange(context), []
+    with tqdm(total=steps, desc="training the base", unit="step") as bar:
+        for _ in range(steps):
+            starts = torch.randint(0, len(tokens) - context, (batch_size, 1))
+            batch = tokens[starts + offsets].to(model.device)
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer_or_schedule in (*optimizers, *schedules):
+                optimizer_or_schedule.step()
+            model.zero_grad()
+            losses.append(loss.item())
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+            bar.update()
+    model.eval()
+    return losses
 
 
 def main() -> None:

@@ -14,19 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
-from measured import CONTROL, SWAPS, loss_by_length, loss_by_tokens, measurement
+from measure_swaps import loss_by_length, loss_by_tokens
 
-from hf_posenc.analysis import Decay, decay, frequencies, plots, precision_audit, scheme_vectors
-from hf_posenc.theory import sinusoidal_integral, wave_decay
+from hf_posenc.analysis import Decay, decay, frequencies, plots, scheme_vectors
+from hf_posenc.theory import wave_decay
 
-
-def vectors(length: int = 128, **hyperparameters: Any) -> torch.Tensor:
-    found = scheme_vectors("sinusoidal", length, **hyperparameters)
-    assert found is not None
-    return found
+TRAINED = 512
+"""Length that the base of the measured swaps was trained at."""
 
 
 def decay_of_schemes() -> Any:
@@ -46,17 +41,10 @@ def _one_head(curve: Any, head: int) -> Any:
     return type(curve)(curve.label, curve.distances, curve.scores[:, head : head + 1])
 
 
-def decay_of_bases() -> Any:
-    curves: dict[str, Any] = {f"base {base:g}": decay("sinusoidal", base=base) for base in (100.0, 1000.0, 10000.0)}
-    curves |= {f"t^{alpha:g}": decay("sinusoidal", frequencies="power", alpha=alpha) for alpha in (1.0, 2.0)}
-    d = torch.arange(512)
-    curves["integral, base 10000"] = Decay("integral", d, sinusoidal_integral(d)[None, None])
-    return plots.decay_curves(curves, title="Sinusoids: <p_m, p_n> by distance and frequencies")
-
-
 def decay_both_ways() -> Any:
     schedules: dict[str, Any] = {"10000^-t": 10000.0, "1000^-t": 1000.0, "t": lambda t: t, "t^2": lambda t: t**2}
-    curves = {name: wave_decay(128, theta).curves()["integral"] for name, theta in schedules.items()}
+    found = {name: wave_decay(128, theta) for name, theta in schedules.items()}
+    curves = {name: Decay(name, each.distances, each.integral.real[None, None]) for name, each in found.items()}
     return plots.decay_curves(curves, title="The integral of cos(d theta(t)), for four schedules of frequencies")
 
 
@@ -74,65 +62,47 @@ def waves() -> Any:
 
 def cost_of_swaps() -> Any:
     """Draw the loss at the base's length, mean of the seeds, against all tokens read, those of the calibration included."""
-    measured = measurement(SWAPS)
     shown = {
-        "base (at 0 untouched)": ("base", CONTROL),
-        "transformer_xl, plain": ("transformer_xl", "plain"),
-        "transformer_xl, closed forms": ("transformer_xl", "closed_form"),
-        "transformer_xl, both stages": ("transformer_xl", "outputs"),
-        "t5, plain": ("t5", "plain"),
-        "t5, both stages": ("t5", "outputs"),
+        "base (at 0 untouched)": "control",
+        "transformer_xl, plain": "transformer_xl, plain",
+        "transformer_xl, closed forms": "transformer_xl, closed_form",
+        "transformer_xl, both stages": "transformer_xl, outputs",
+        "t5, plain": "t5, plain",
+        "t5, both stages": "t5, outputs",
     }
     curves = {
-        label: [
-            (tokens, statistics.fmean(losses))
-            for tokens, losses in loss_by_tokens(measured.of(*name).values(), measured.trained).items()
-        ]
-        for label, name in shown.items()
+        label: [(tokens, statistics.fmean(losses)) for tokens, losses in loss_by_tokens(variant, TRAINED).items()]
+        for label, variant in shown.items()
     }
     return plots.loss_curve(curves, xlabel="tokens read", title="What a swap costs: stories260K at its own length")
 
 
 def reach_of_swaps() -> Any:
     """Draw perplexity by length of base, YaRN, plain and calibrated swap, all fine-tuned; exp of the seeds' mean loss."""
-    measured = measurement(SWAPS)
     shown = {
-        "base (RoPE)": ("base", CONTROL),
-        "RoPE with YaRN": ("yarn", "plain"),
-        "Transformer-XL, plain swap": ("transformer_xl", "plain"),
-        "Transformer-XL, calibrated swap": ("transformer_xl", "outputs"),
+        "base (RoPE)": "control",
+        "RoPE with YaRN": "yarn, plain",
+        "Transformer-XL, plain swap": "transformer_xl, plain",
+        "Transformer-XL, calibrated swap": "transformer_xl, outputs",
     }
     curves = {
         label: [
             (length, math.exp(statistics.fmean(values)))
-            for length, values in loss_by_length(measured.of(*name).values(), tuned=True).items()
+            for length, values in loss_by_length(variant, tuned=True).items()
         ]
-        for label, name in shown.items()
+        for label, variant in shown.items()
     }
-    figure = plots.perplexity_by_length(
-        curves,
-        trained_length=measured.trained,
-        title="A LLaMA trained at 512 tokens, after 250k tokens more",
-    )
-    (axes,) = figure.axes
-    axes.legend(loc="upper left", bbox_to_anchor=(0.05, 1.0))  # inside: the picture is read on telephones too
-    figure.set_size_inches(6.2, 4.2)
-    return figure
+    title = "A LLaMA trained at 512 tokens, after 250k tokens more"
+    return plots.perplexity_by_length(curves, trained_length=TRAINED, title=title)
 
 
 GALLERY: dict[str, Callable[[], Any]] = {
-    "vectors": lambda: plots.position_vectors(
-        vectors(layout="split"), title="Sinusoidal position vectors: sines, then cosines"
+    "similarity": lambda: plots.similarity_matrix(
+        scheme_vectors("sinusoidal", 128), title="Sinusoidal: similarity of positions"
     ),
-    "similarity": lambda: plots.similarity_matrix(vectors(), title="Sinusoidal: similarity of positions"),
     "decay": decay_of_schemes,
-    "decay-sinusoidal": decay_of_bases,
     "decay-integrals": decay_both_ways,
-    "biases-alibi": lambda: plots.bias_maps(decay("alibi", 64), title="ALiBi: bias of each head"),
     "wavelengths": waves,
-    "precision": lambda: plots.distinct_biases(
-        precision_audit(8192, dtypes=(torch.float32, torch.bfloat16)), title="Distances that survive a dtype"
-    ),
     "calibration": cost_of_swaps,
     "reach": reach_of_swaps,
 }
@@ -142,7 +112,7 @@ GALLERY: dict[str, Callable[[], Any]] = {
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Draw the gallery of position encodings.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--format", choices=plots.FORMATS, default="png")
+    parser.add_argument("--format", choices=("png", "svg", "pdf"), default="png")
     parser.add_argument("--only", nargs="+", choices=GALLERY, default=list(GALLERY), metavar="NAME")
     options = parser.parse_args(arguments)
     for name in options.only:

@@ -6,7 +6,7 @@
 #                                                                 idle cores, no download but the installation
 #   bash scripts/quickstart.sh --resume                           goes on with the newest run that was interrupted
 #   bash scripts/quickstart.sh --model DIR --data FILE...         your checkpoint and text
-#   bash scripts/quickstart.sh --help                             options of `hf-posenc extend`; --help-all lists every one
+#   bash scripts/quickstart.sh --help                             options of `hf-posenc extend`
 #
 # ACCELERATE_ARGS holds options for `accelerate launch`, e.g. ACCELERATE_ARGS="--multi_gpu --num_processes 4".
 set -euo pipefail
@@ -17,7 +17,7 @@ for word in "$@"; do
     case "$word" in --model | --model=* | --config | --config=*) embedded="" ;; esac
 done
 case " $* " in
-    *" --help "* | *" --help-all "* | *" -h "* | *" --resume "*) ;;
+    *" --help "* | *" -h "* | *" --resume "*) ;;
     *)
         if [ -n "$embedded" ]; then
             say "This takes about three minutes on two idle cores: one or two to install (the first time only), then" \
@@ -41,7 +41,7 @@ while [ $# -gt 0 ]; do
         --config) config="${2:-}" ;;
         --config=*) config="${1#--config=}" ;;
         --resume) case "${2:-}" in [Ff]alse | no | 0) ;; *) resume=yes ;; esac ;;
-        --help | --help-all | -h) exec "$ENV_PYTHON" -m hf_posenc.cli extend "$1" ;;
+        --help | -h) exec "$ENV_PYTHON" -m hf_posenc extend "$1" ;;
     esac
     shift
 done
@@ -101,7 +101,7 @@ print(cores, max(1, round(cores - busy)))')
         export OMP_NUM_THREADS="$free"
         [ "$free" = "$cores" ] || say "Idle cores: $free of $cores, which are used. OMP_NUM_THREADS=$cores uses all."
     fi
-    "$ENV_PYTHON" -m hf_posenc.cli extend "${arguments[@]}" || code=$?
+    "$ENV_PYTHON" -m hf_posenc extend "${arguments[@]}" || code=$?
 fi
 if [ "$code" != 0 ]; then
     exit "$code"

@@ -8,7 +8,7 @@
 #
 #   source scripts/setup_env.sh
 #   setup_env recipes
-#   "$ENV_PYTHON" -m hf_posenc.cli extend
+#   "$ENV_PYTHON" -m hf_posenc extend
 #
 # PYTHON names the interpreter to start from, VENV another folder than .venv; pip's own settings (PIP_INDEX_URL,
 # PIP_FIND_LINKS, its configuration file) hold as usual. Needs bash 3.2, Python 3.11 or newer, and what pip downloads from.

@@ -15,6 +15,8 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
+from hf_posenc.core.registry import available_schemes, scheme_class
+
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
@@ -24,6 +26,9 @@ PAGES = {
 }
 PAGES |= {f"docs/notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in ROOT.glob("docs/notebooks/*.ipynb")}
 """File of the repository -> page of the site."""
+
+EVERY_SCHEME = "<!-- every scheme -->"
+"""Stands for the reference of every scheme class."""
 
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
@@ -67,6 +72,10 @@ def notebook(path: Path, config: Any) -> tuple[str, dict[str, bytes]]:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links lead where they lead in the repository."""
+    if EVERY_SCHEME in markdown:
+        classes = [scheme_class(name) for name in available_schemes()]
+        blocks = [f"::: {each.__module__}.{each.__name__}\n    options:\n      members: false" for each in classes]
+        markdown = markdown.replace(EVERY_SCHEME, "\n\n".join(blocks))
     path = page.file.src_uri
     origin = next((name for name, other in PAGES.items() if other == path), f"docs/{path}")
     parts = FENCE.split(markdown)

@@ -20,7 +20,7 @@ HEADINGS = ("Equation", "Beyond the training length", "Deviations", "Source")
 
 def lacks(name: str) -> list[str]:
     """Return what a registered scheme or a served model type still lacks, a sentence each."""
-    from hf_posenc.registry import available_schemes, supported_model_types
+    from hf_posenc.core.registry import available_schemes, supported_model_types
 
     if name in available_schemes():
         return [*_of_scheme(name)]
@@ -36,7 +36,7 @@ def _of_scheme(name: str) -> Iterator[str]:
     import cases
     import rows
 
-    from hf_posenc.registry import scheme_class
+    from hf_posenc.core.registry import scheme_class
     from hf_posenc.schemes.base import EVERY_SCHEME, ScoreScheme
 
     own = [field.name for field in fields(scheme_class(name)) if field.name not in EVERY_SCHEME]
@@ -62,18 +62,18 @@ def _of_scheme(name: str) -> Iterator[str]:
         yield "tests/helpers/rows.py, modules: hyper-parameters that engines are compared with"
     for page in ("README.md", "docs/schemes.md"):
         if f"`{name}`" not in (ROOT / page).read_text(encoding="utf-8"):
-            yield f"{page}: its row, by python scripts/make_scheme_table.py"
+            yield f"{page}: its row, by python scripts/make_tables.py"
 
 
 def _of_type(name: str) -> Iterator[str]:
     from decoders import decoder
 
-    from hf_posenc.registry import _REFUSED
+    from hf_posenc.core.registry import _REFUSED
 
     if name in _REFUSED:
         yield "hf_posenc/families/refused.py: take it off the list"
     if f"`{name}`" not in (ROOT / "docs/families.md").read_text(encoding="utf-8"):
-        yield "docs/families.md: its row, by python scripts/make_family_table.py"
+        yield "docs/families.md: its row, by python scripts/make_tables.py"
     try:
         decoder(name)
     except Exception as error:  # whatever its config or model class raises
@@ -84,5 +84,8 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("python tests/asked.py NAME: a scheme or a model type")
     found = lacks(sys.argv[1])
-    print("\n".join(found) or f"{sys.argv[1]} lacks nothing that a test asks for")
+    print(
+        "\n".join(found)
+        or f"{sys.argv[1]} has all its rows; now run: python -m pytest -m 'slow or not slow' -k {sys.argv[1]}"
+    )
     sys.exit(bool(found))

@@ -48,11 +48,10 @@ def fresh_compiler():
 
 @pytest.fixture
 def recipes(monkeypatch, tmp_path):
-    """The folder of the recipes, and on the path what is in it alone; with a fresh accelerate and an empty cache."""
+    """The folder of the recipes, with a fresh accelerate and an empty cache."""
     import datasets
     from accelerate.state import AcceleratorState
 
-    monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets_cache"))
     AcceleratorState._reset_state(reset_partial_state=True)
     yield RECIPES

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..dims import Dims
-from ..measurement import Result
+from ..api import schemes_of
+from ..core.dims import Dims
+from ..core.measurement import Result
 from ..schemes.base import Scheme
 from ..schemes.sinusoidal import Waves
 from . import probe
@@ -30,8 +31,6 @@ class Frequencies(Result):
         frequencies: (F,) float64, radians per token, in the scheme's order; 0 means no rotation.
         trained_length: length that the base was trained at, in tokens.
     """
-
-    derived = ("wavelengths", "turns", "completed")
 
     label: str
     frequencies: Tensor
@@ -51,16 +50,6 @@ class Frequencies(Result):
     def completed(self) -> int:
         """The number of waves that complete a turn within the trained length."""
         return int((self.turns >= 1).sum())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as values for JSON. An infinite wavelength becomes None."""
-        lengths = [length if math.isfinite(length) else None for length in self.wavelengths.tolist()]
-        return {**super().to_dict(), "wavelengths": lengths}
-
-    def __str__(self) -> str:
-        """Return one line."""
-        count = len(self.frequencies)
-        return f"{self.label}: {self.completed} of {count} waves complete a turn in {self.trained_length} tokens"
 
 
 def frequencies(
@@ -89,19 +78,18 @@ def frequencies(
         ValueError: if there are no waves, or if a model's config does not give the trained length.
     """
     if isinstance(scheme, PreTrainedModel):
-        label = type(scheme).__name__
-        trained = trained_length or getattr(scheme.config, "max_position_embeddings", 0)
+        model, label = scheme, type(scheme).__name__
+        trained = trained_length or getattr(model.config, "max_position_embeddings", 0)
         if not trained:
             raise ValueError(f"give trained_length: the config of this {label} does not say it")
-        waves = next((module for module in scheme.modules() if isinstance(module, Waves)), None)
-        rotary, angles = probe.rotary_of(scheme)
     else:
         trained = trained_length or probe.TRAINED_LENGTH
-        resolved, module = probe.build(scheme, dims=dims, trained_length=trained, **hyperparameters)
-        label, waves = resolved.name, module if isinstance(module, Waves) else None
-        rotary, angles = module if resolved.acts_on.needs_queries() else None, "list twice"
+        model = probe.build(scheme, dims=dims, trained_length=trained, **hyperparameters)
+        label = schemes_of(model)[-1].name
+    waves = next((module for module in model.modules() if isinstance(module, Waves)), None)
     if waves is not None:
         return [Frequencies(label, waves.waves(probe.device_of(waves)).detach().double().cpu(), trained)]
+    rotary, angles = probe.rotary_of(model)
     if rotary is None:
         raise ValueError(f"{label} has no waves: only sinusoidal and rope have")
     found = []

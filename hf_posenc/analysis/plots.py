@@ -1,54 +1,153 @@
 """Figures of evaluations, analyses and calibrations. They need matplotlib.
 
 Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state. `save` writes it.
+Every function has the keyword `title`, a text above the axes. It raises ValueError if there is nothing to draw, and
+ImportError without matplotlib.
+
+Colours are Okabe and Ito's, which colour-blind readers can tell apart. Lines also differ in markers and dashes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import cycle, pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from . import style
-from .style import FORMATS, check_installed, kind_of, save
+from ..checkpoints.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from ..calibration import Calibration, LayerFit
-    from .decay import AttentionByDistance, Decay
+    from ..calibration.report import Calibration, LayerFit
+    from .decay import Decay
     from .frequencies import Frequencies
-    from .order import Equivariance, OrderSensitivity
-    from .precision import DistinctBiases
-    from .properties import Properties
 
 __all__ = [
-    "FORMATS",
-    "attention_by_distance",
-    "bias_maps",
     "calibration",
     "check_installed",
     "decay_curves",
-    "distinct_biases",
-    "equivariance_by_layer",
-    "kind_of",
     "loss_by_position",
     "loss_curve",
-    "order_by_layer",
     "perplexity_by_length",
-    "position_vectors",
-    "properties",
     "retrieval_heat_map",
     "save",
     "similarity_matrix",
     "wavelengths",
 ]
 
-VERDICT_COLOURS = {"yes": "#B7DFCF", "no": "#F2C6A7", "not applicable": "#E4E4E4"}
-"""Verdict on a property -> colour of its cell."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
+"""Okabe and Ito 2008, with a grey instead of the yellow, which is too faint on white."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
+GREY = "#595959"
+FAINT: Any = {"color": GREY, "linestyle": (0, (2, 2)), "marker": "", "linewidth": 0.8, "zorder": 1}
+"""Options of a line that marks a length."""
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same picture on every machine
+    "font.size": 9.5,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "legend.frameon": False,
+    "legend.handlelength": 2.8,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 4.8,
+    "svg.hashsalt": "hf_posenc",  # ids of an SVG are random otherwise
+}
+
+
+def check_installed() -> None:
+    """Raise ImportError if matplotlib is missing. Call it before a long computation whose result is drawn."""
+    _style()
+
+
+def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> Path:
+    """Write a figure to a file, atomically. Without date and random ids in it, the same figure gives the same bytes.
+
+    Args:
+        figure: any figure of matplotlib.
+        path: file to write; it is replaced if it exists. Its suffix decides the format, such as `.png` or `.svg`.
+        dpi: pixels per inch of a PNG.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: for a suffix that matplotlib does not know.
+        OSError: if the file cannot be written.
+    """
+    path = Path(path)
+    kind = path.suffix.lower().removeprefix(".")
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    with _style(), replaced(path) as partial:
+        figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", metadata=dates.get(kind))
+    return path
+
+
+def _style() -> AbstractContextManager[None]:
+    """Use the style of this package's figures within a `with` block; ImportError without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.rcsetup import cycler
+    except ImportError as error:
+        missing = "plots need matplotlib, which is not installed: pip install matplotlib. The numbers need no plots"
+        raise ImportError(missing) from error
+    looks = cycler(linestyle=DASHES) * cycler(color=COLOURS, marker=MARKERS)
+    return rc_context({**STYLE, "axes.prop_cycle": looks})
+
+
+@contextmanager
+def _panel(title: str, width: float, height: float, xlabel: str, ylabel: str) -> Iterator[tuple[Figure, Axes]]:
+    """Provide a figure with one panel, and its axes. Width and height are in inches."""
+    with _style():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, figure.add_subplot(title=title, xlabel=xlabel, ylabel=ylabel)
+
+
+@contextmanager
+def _curves(
+    labels: Collection[str], title: str, xlabel: str, ylabel: str, trained_length: int | None = None
+) -> Iterator[tuple[Figure, Axes]]:
+    """Provide a figure for labelled curves and its axes; at the end mark the trained length and add a legend."""
+    if not labels:
+        raise ValueError(f"{ylabel} by {xlabel}: there is nothing to draw")
+    many = len(labels) > 4
+    with _panel(title, 8.4 if many else 6.4, 4.0, xlabel, ylabel) as (figure, axes):
+        axes.xaxis.set_major_formatter("{x:,.10g}")
+        yield figure, axes
+        if trained_length is not None:
+            axes.axvline(trained_length, label=f"trained length {trained_length:,}", **FAINT)
+        figure.legend(loc="outside right upper") if many else axes.legend()
+
+
+def _in_powers_of_two(axes: Axes, ticks: set[float]) -> None:
+    """Make the x axis logarithmic to base 2, with ticks at a few lengths in tokens, or else at powers of two."""
+    axes.set_xscale("log", base=2)
+    if len(ticks) <= 9:
+        axes.set_xticks(sorted(ticks))
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:,.10g}")
+
+
+def _image(axes: Axes, values: list[list[float]], bar_label: str, **options: Any) -> Colorbar:
+    """Draw a matrix with options of `Axes.imshow`, and return its colour bar."""
+    axes.grid(False)
+    drawn = axes.imshow(values, interpolation="nearest", **options)
+    return drawn.axes.figure.colorbar(drawn, ax=axes, shrink=0.9, pad=0.02, label=bar_label)
+
 
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
@@ -58,62 +157,49 @@ def perplexity_by_length(
 ) -> Figure:
     """Draw perplexity, on a logarithmic axis, against the length of the context.
 
-    Curves whose labels differ only in `sliding` and `non-overlapping` share a colour. The `non-overlapping` one is
-    dashed.
+    The axis spans a factor of at least 2, so that a small difference looks small.
 
     Args:
-        curves: label -> points (length in tokens, perplexity). A perplexity that is not finite becomes an arrow at the
-            top.
+        curves: label -> points (length in tokens, perplexity). One that is not finite is left out.
         trained_length: length in tokens to mark; None means no mark.
         title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no points, or a perplexity is 0 or negative.
-        ImportError: without matplotlib.
     """
-    points = [point for curve in curves.values() for point in curve]
-    style.require(points, "perplexity by length")
-    with style.curves(curves.items(), title, "context length (tokens)", style.PERPLEXITY) as (figure, axes, drawn):
-        for curve, look in drawn:
-            style.line(axes, *style.columns(sorted(curve)), **look)
-        style.token_axis(axes, {x for x, _ in points})
-        style.perplexity_axis(axes, [y for _, y in points])
-        style.mark_trained(axes, trained_length)
+    labels = "context length (tokens)", "perplexity per token (log scale)"
+    with _curves(curves, title, *labels, trained_length) as (figure, axes):
+        from matplotlib.ticker import LogLocator
+
+        for label, points in curves.items():
+            axes.plot(*zip(*sorted(points), strict=True), label=label)
+        _in_powers_of_two(axes, {length for points in curves.values() for length, _ in points})
+        axes.set_yscale("log")
+        values = [value for points in curves.values() for _, value in points if math.isfinite(value)] or [1.0]
+        middle, room = math.sqrt(min(values) * max(values)), math.sqrt(max(2.0, 1.1 * max(values) / min(values)))
+        axes.set_ylim(middle / room, middle * room)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
+        axes.yaxis.set_major_formatter("{x:,.6g}")
+        axes.minorticks_off()
     return figure
 
 
 def loss_by_position(
-    curves: Mapping[str, Sequence[tuple[int, int, float]]],
-    *,
-    trained_length: int | None = None,
-    xlabel: str = "position in the window (tokens)",
-    title: str = "",
+    curves: Mapping[str, Sequence[tuple[int, int, float]]], *, trained_length: int | None = None, title: str = ""
 ) -> Figure:
     """Draw the mean loss of a token against its position in the window, as steps.
 
     Args:
-        curves: label -> bins (first position, last position + 1, mean loss in nats).
+        curves: label -> bins (first position, last position + 1, mean loss in nats), each where the last one ends.
         trained_length: length in tokens to mark; None means no mark.
-        xlabel: label of the x axis, with its unit.
         title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no bins, or a bin has no positions.
-        ImportError: without matplotlib.
     """
-    bins = [entry for curve in curves.values() for entry in curve]
-    style.require(bins, "loss by position")
-    if any(first < 0 or first >= last for first, last, _ in bins):
-        raise ValueError("a bin is (first position >= 0, last position + 1, mean loss), with last + 1 > first")
-    logarithmic = style.are_uneven([(first, last) for first, last, _ in bins])
-    with style.curves(curves.items(), title, xlabel, "mean loss (nats per token)") as (figure, axes, drawn):
-        for curve, look in drawn:
-            axes.plot(*style.steps(curve, logarithmic), **{**look, "marker": ""})
-        if logarithmic:
-            style.token_axis(axes, {edge for first, last, _ in bins for edge in (max(first, 1), last)})
-        else:
-            style.thousands(axes.xaxis)
-        style.mark_trained(axes, trained_length)
+    labels = "position in the window (tokens)", "mean loss (nats per token)"
+    with _curves(curves, title, *labels, trained_length) as (figure, axes):
+        ends = {last for bins in curves.values() for _, last, _ in bins}
+        widths = [last - first for bins in curves.values() for first, last, _ in bins]
+        for label, bins in curves.items():
+            edges = [max(0.5, bins[0][0]), *(last for _, last, _ in bins)]  # a logarithmic axis has no 0
+            axes.stairs([loss for *_, loss in bins], edges, baseline=None, linewidth=1.7, label=label)
+        if max(widths) > 2 * min(widths):
+            _in_powers_of_two(axes, {*ends})
     return figure
 
 
@@ -126,16 +212,10 @@ def loss_curve(
         curves: label -> points (tokens, steps or seconds; loss in nats).
         xlabel: label of the x axis, with its unit.
         title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no points.
-        ImportError: without matplotlib.
     """
-    style.require([point for curve in curves.values() for point in curve], "loss curve")
-    with style.curves(curves.items(), title, xlabel, "loss (nats per token)") as (figure, axes, drawn):
-        for curve, look in drawn:
-            style.line(axes, *style.columns(sorted(curve)), **(look if len(curve) <= 16 else {**look, "marker": ""}))
-        style.thousands(axes.xaxis)
+    with _curves(curves, title, xlabel, "loss (nats per token)") as (figure, axes):
+        for label, points in curves.items():
+            axes.plot(*zip(*sorted(points), strict=True), label=label, markevery=max(1, len(points) // 16))
     return figure
 
 
@@ -149,43 +229,28 @@ def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "")
 
     Raises:
         ValueError: if there are no cells, or two cells have the same length and depth.
-        ImportError: without matplotlib.
     """
-    style.require(cells, "retrieval")
-    values = {(cell["depth"], cell["length"]): float(cell["accuracy"]) for cell in cells}
-    if len(values) != len(cells):
-        raise ValueError("two cells have the same length and depth")
+    values = {(cell["depth"], cell["length"]): 100 * cell["accuracy"] for cell in cells}
+    if not values or len(values) != len(cells):
+        raise ValueError("there are no cells, or two cells have the same length and depth")
     depths, lengths = (sorted({key[i] for key in values}) for i in (0, 1))
     grid = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    size: style.Look = {"width": 2.2 + 0.62 * len(lengths), "height": 1.5 + 0.42 * len(depths)}
-    with style.one_panel(title, **size, xlabel="context length (tokens)", ylabel="depth of the answer") as (
-        figure,
-        axes,
-    ):
-        style.image(axes, grid, "accuracy (%)", percent=True, vmin=0, vmax=1, cmap="cividis")
+    size, labels = (
+        (2.2 + 0.62 * len(lengths), 1.5 + 0.42 * len(depths)),
+        ("context length (tokens)", "depth of the answer"),
+    )
+    with _panel(title, *size, *labels) as (figure, axes):
+        _image(axes, grid, "accuracy (%)", vmin=0, vmax=100, cmap="cividis", aspect="auto")
         for (depth, length), accuracy in values.items():
-            look: style.Look = {"ha": "center", "va": "center", "color": "white" if accuracy < 0.5 else "black"}
-            axes.text(lengths.index(length), depths.index(depth), f"{100 * accuracy:.0f}", fontsize=8, **look)
-        axes.set_xticks(range(len(lengths)), [f"{length:,.0f}" for length in lengths])
-        if len(lengths) > 6:
-            axes.tick_params(axis="x", rotation=45)
+            place, colour = (lengths.index(length), depths.index(depth)), "white" if accuracy < 50 else "black"
+            axes.text(*place, f"{accuracy:.0f}", fontsize=8, ha="center", va="center", color=colour)
+        rotation = 45 if len(lengths) > 6 else 0
+        axes.set_xticks(range(len(lengths)), [f"{length:,.0f}" for length in lengths], rotation=rotation)
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     return figure
 
 
 # -------------------------------------------------------------------------------------------------- schemes and models
-
-
-def position_vectors(vectors: Tensor, *, title: str = "") -> Figure:
-    """Draw position vectors as a heat map.
-
-    Args:
-        vectors: (T, E) vectors of T positions.
-        title: text above the axes; empty means none.
-    """
-    with style.one_panel(title, xlabel="position (tokens)", ylabel="coordinate") as (figure, axes):
-        style.image(axes, vectors.T, "value", origin="lower", **style.limits(vectors))
-    return figure
 
 
 def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
@@ -198,11 +263,8 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
     unit = vectors.double() / vectors.double().norm(dim=-1, keepdim=True).clamp(min=1e-300)
     cosines = unit @ unit.T
     low, high = float(cosines.min()), float(cosines.max())
-    colours = style.limits(cosines) if low < 0 else {}
-    tokens = "position (tokens)"
-    with style.one_panel(title, width=5.2, height=4.4, xlabel=tokens, ylabel=tokens) as (figure, axes):
-        label = f"cosine similarity ({low:.2f} to {high:.2f})"
-        style.image(axes, cosines, label, aspect="equal", origin="lower", **colours)
+    with _panel(title, 5.2, 4.4, "position (tokens)", "position (tokens)") as (figure, axes):
+        _image(axes, cosines.tolist(), f"cosine similarity ({low:.2f} to {high:.2f})", origin="lower")
     return figure
 
 
@@ -213,90 +275,14 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
         curves: label -> result of `hf_posenc.analysis.decay`.
         heads: draw thin lines for all layers and heads, and not only their mean.
         title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no curves.
     """
-    style.require(curves, "decay")
-    ylabel = "score, where the content alone would give 1"
-    with style.curves(curves.items(), title, "distance (tokens)", ylabel) as (figure, axes, drawn):
-        for curve, look in drawn:
+    with _curves(curves, title, "distance (tokens)", "score, where the content alone would give 1") as (figure, axes):
+        for label, curve in curves.items():
             order = curve.distances.argsort()
             x = curve.distances[order].tolist()
-            if heads:
-                rows = curve.scores.flatten(0, 1)[:, order].T.tolist()
-                axes.plot(x, rows, color=look["color"], linewidth=0.7, alpha=0.45)
-            axes.plot(x, curve.mean[order].tolist(), markevery=max(1, len(x) // 8), **look)
-        style.thousands(axes.xaxis)
-    return figure
-
-
-def bias_maps(curve: Decay, *, layer: int = 0, title: str = "") -> Figure:
-    """Draw one map per head of the bias that is added to the score of each query and key.
-
-    Args:
-        curve: result of `hf_posenc.analysis.decay` for the distances 0 .. n - 1.
-        layer: index of the layer whose heads are drawn.
-        title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if distances are missing.
-    """
-    import torch
-
-    count = len(curve.distances)
-    if not torch.equal(curve.distances.cpu(), torch.arange(count)):
-        raise ValueError("a map of biases needs every distance from 0")
-    scores = curve.scores[layer] - 1
-    lag = torch.arange(count)[:, None] - torch.arange(count)
-    maps = torch.where(lag >= 0, scores[:, lag.clamp(min=0)], math.nan)
-    columns = min(4, len(maps))
-    rows = math.ceil(len(maps) / columns)
-    limit = style.limits(scores)["vmax"]
-    size = {"width": 1.2 + 1.75 * columns, "height": 0.8 + 1.75 * rows}
-    shared = {"squeeze": False, "sharex": True, "sharey": True}
-    with style.panels(title, rows, columns, **size, **shared) as (figure, grid):
-        from matplotlib.colors import SymLogNorm
-
-        # A logarithmic scale, because heads differ by orders of magnitude and one scale makes them comparable.
-        colours = SymLogNorm(linthresh=limit / 100, vmin=-limit, vmax=limit)
-        for head, (axes, values) in enumerate(zip(grid.flat, maps, strict=False)):
-            image = style.image(axes, values, aspect="equal", cmap="RdBu", norm=colours)
-            axes.set_title(f"head {head}", fontsize=9)
-        for axes in grid.flat[len(maps) :]:
-            axes.set_visible(False)
-        figure.supxlabel("key (position)", fontsize=10)
-        figure.supylabel("query (position)", fontsize=10)
-        label = f"added to the score (nats),\nlogarithmic beyond ±{limit / 100:.2g}"
-        style.colour_bar(image, list(grid.flat), label)
-        ticks = [0.0, *(limit / step for step in (-1, -10, -100, 100, 10, 1))]
-        figure.axes[-1].yaxis.set_ticks(ticks, [f"{tick:.2g}" for tick in ticks])
-        figure.axes[-1].yaxis.set_ticks([], minor=True)
-    return figure
-
-
-def attention_by_distance(measured: AttentionByDistance, *, title: str = "") -> Figure:
-    """Draw the share of attention by distance, a row for every head, in bins whose widths double.
-
-    Args:
-        measured: result of `hf_posenc.analysis.attention_by_distance`.
-        title: text above the axes; empty means none.
-    """
-    import torch
-
-    layers, heads, length = measured.mass.shape
-    edges = [0, *(1 << power for power in range((length - 1).bit_length())), length]
-    binned = torch.stack([measured.mass[..., a:b].sum(-1) for a, b in pairwise(edges)], -1).flatten(0, 1)
-    names = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
-    height, ylabel = min(9.0, 1.6 + 0.11 * layers * heads + 0.05 * layers), f"layer ({heads} heads each)"
-    with style.one_panel(title, height=height, xlabel="distance (tokens)", ylabel=ylabel) as (figure, axes):
-        style.image(axes, 100 * binned, "share of attention (%)", vmin=0, vmax=100)
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-        shown = range(0, layers, math.ceil(layers / 24))
-        axes.set_yticks([heads * layer + (heads - 1) / 2 for layer in shown], list(map(str, shown)))
-        for layer in range(1, layers):
-            axes.axhline(heads * layer - 0.5, color="white", linewidth=1.2)
-        axes.tick_params(axis="y", length=0)
+            (mean,) = axes.plot(x, curve.mean[order].tolist(), markevery=max(1, len(x) // 8), label=label)
+            for row in curve.scores.flatten(0, 1)[:, order].tolist() if heads else ():
+                axes.plot(x, row, color=mean.get_color(), marker="", linestyle="-", linewidth=0.7, alpha=0.45)
     return figure
 
 
@@ -311,218 +297,87 @@ def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
     Raises:
         ValueError: if there are no results, or their trained lengths differ.
     """
-    style.require(found, "wavelengths")
     trained = {each.trained_length for each in found}
-    if len(trained) > 1:
+    if len(trained) != 1:
         raise ValueError(f"all waves must have the same trained length, not {sorted(trained)}")
-    (length,) = trained
-    labelled = [(f"{each.label} ({each.completed} of {len(each.frequencies)} turn)", each) for each in found]
-    with style.curves(labelled, title, "pair of coordinates", "wavelength (tokens per turn)") as (figure, axes, drawn):
-        for each, look in drawn:
-            points = [(i, y) for i, y in enumerate(each.wavelengths.tolist()) if math.isfinite(y)]
-            axes.plot(*style.columns(points), **{**look, "linestyle": "none", "markersize": 3.6})
+    labels = [f"{each.label} ({each.completed} of {len(each.frequencies)} turn)" for each in found]
+    with _curves(labels, title, "pair of coordinates", "wavelength (tokens per turn)") as (figure, axes):
+        for label, each in zip(labels, found, strict=True):
+            axes.plot(each.wavelengths.tolist(), label=label, linestyle="none", markersize=3.6)
         axes.set_yscale("log")
-        axes.axhline(length, linewidth=1.0, **style.FAINT)
-        look = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "top", "color": style.GREY}
-        style.beside(axes, f"trained length {length:,}", (1, length), (-2, -4), **look)
-    return figure
-
-
-def distinct_biases(found: Sequence[DistinctBiases], *, title: str = "") -> Figure:
-    """Draw the share of distances with a different bias, a row for every method and a mark for every head.
-
-    Args:
-        found: result of `hf_posenc.analysis.precision_audit`.
-        title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no results.
-    """
-    style.require(found, "distinct biases")
-    xlabel = f"distances told apart (% of {found[0].length:,}, one mark per head)"
-    with style.one_panel(title, height=1.2 + 0.34 * len(found), xlabel=xlabel) as (figure, axes):
-        methods = list(dict.fromkeys(each.method for each in found))
-        for row, each in enumerate(found):
-            shares = [100 * count / each.length for count in each.heads]
-            axes.plot(shares, [row] * len(shares), alpha=0.6, **style.marks(methods.index(each.method)))
-            low, high = min(each.heads), max(each.heads)
-            text = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-            offset, side = (7, "left") if max(shares) < 80 else (-7, "right")
-            style.beside(axes, text, (max(shares), row), (offset, 0), va="center", ha=side)
-        axes.set_yticks(range(len(found)), [f"{each.method}, {each.dtype}" for each in found])
-        axes.invert_yaxis()
-        axes.set_xlim(-3, 103)
-        axes.grid(axis="y", visible=False)
-    return figure
-
-
-def order_by_layer(measured: Mapping[str, OrderSensitivity], *, title: str = "") -> Figure:
-    """Draw how much each layer's output changes when its context is reordered.
-
-    The left panel reorders the context for this layer alone, the right one for all layers below as well.
-
-    Args:
-        measured: label -> result of `hf_posenc.analysis.order_sensitivity`.
-        title: text above the panels; empty means none.
-
-    Raises:
-        ValueError: if there are no results.
-    """
-    style.require(measured, "order sensitivity")
-    panels = {"own": "the layer alone", "accumulated": "with all layers below"}
-    return _plot_by_layer(measured, panels, "relative change of the last token", title)
-
-
-def equivariance_by_layer(measured: Mapping[str, Equivariance], *, title: str = "") -> Figure:
-    """Draw how far each layer's output is from equivariance, without the causal mask and with it.
-
-    Args:
-        measured: label -> result of `hf_posenc.analysis.equivariance`.
-        title: text above the panels; empty means none.
-
-    Raises:
-        ValueError: if there are no results.
-    """
-    style.require(measured, "equivariance")
-    panels = {"unmasked": "no mask", "causal": "causal mask", "causal_last": "causal mask, last token"}
-    return _plot_by_layer(measured, panels, "relative change among shuffled tokens", title)
-
-
-def _plot_by_layer(
-    measured: Mapping[str, OrderSensitivity | Equivariance], panels: Mapping[str, str], ylabel: str, title: str
-) -> Figure:
-    """Draw numbers by layer on a logarithmic axis, a curve for every model.
-
-    Args:
-        measured: label -> result with layers.
-        panels: attribute of a layer -> title of its panel.
-        ylabel: label of the y axis.
-        title: text above the panels; empty means none.
-    """
-    floor = 1e-17
-    size = {"width": 1.6 + 3.5 * len(panels), "height": 4.0}
-    with style.panels(title, 1, len(panels), **size, sharey=True) as (figure, grid):
-        for axes, (name, words) in zip(grid, panels.items(), strict=True):
-            for each, look in zip(measured.values(), style.styles(measured), strict=True):
-                x = [layer.index for layer in each.layers]
-                axes.plot(x, [max(getattr(layer, name), floor) for layer in each.layers], **look)
-            axes.set(yscale="log", xlabel="layer")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.set_title(words, fontsize=10)
-        grid[0].set_ylabel(ylabel)
-        grid[-1].legend(**style.BESIDE)
+        axes.axhline(*trained, label=f"trained length {found[0].trained_length:,}", **FAINT)
     return figure
 
 
 def calibration(report: Calibration, *, title: str = "") -> Figure:
     """Draw the result of a calibration, two panels for each layer.
 
-    The left panel shows the score that the base's positions add, and the scheme's bias, a colour for each head. Their
-    means over pairs are subtracted, because the softmax ignores them. Factors of a scheme that multiplies scores have a
-    separate axis. The right panel shows the Kullback-Leibler divergence of each head from the base's attention before
-    calibration, after the closed forms, and at the end.
+    The left panel shows the score that the base's positions add, and dashed the scheme's bias, a colour for each head.
+    Their means over pairs are subtracted, because the softmax ignores them. Factors of a scheme that multiplies scores
+    have a separate axis. The right panel shows the Kullback-Leibler divergence of each head from the base's attention
+    before calibration, after the closed forms, and at the end.
 
     Args:
         report: result of `hf_posenc.calibrate`.
-        title: text above the panels; empty means none.
+        title: text above the axes; empty means none.
 
     Raises:
         ValueError: if no layer was calibrated.
-        ImportError: without matplotlib.
     """
-    style.require(report.layers, "calibration")
-    blocks = max(1, round(math.sqrt(len(report.layers) / 8)))
-    rows = math.ceil(len(report.layers) / blocks)
-    size = {"width": 8.4 * blocks, "height": 1.1 + 1.9 * rows}
-    with style.panels(title, rows, 2 * blocks, **size, squeeze=False) as (figure, grid):
+    if not report.layers:
+        raise ValueError("no layer was calibrated: there is nothing to draw")
+    with _style():
+        from matplotlib.figure import Figure
         from matplotlib.lines import Line2D
 
-        panels = [row[2 * block : 2 * block + 2] for block in range(blocks) for row in grid]
-        for number, ((curves, divergences), layer) in enumerate(zip(panels, report.layers, strict=False)):
-            is_lowest = number % rows == rows - 1 or number == len(report.layers) - 1
-            _plot_curves(curves, layer, label="distance (tokens)" if is_lowest else "")
-            _plot_divergences(divergences, layer, label="head" if is_lowest else "")
-        for axes in (axes for pair in panels[len(report.layers) :] for axes in pair):
-            axes.set_visible(False)
+        figure = Figure(figsize=(8.4, 1.1 + 1.9 * len(report.layers)), layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        grid = figure.subplots(len(report.layers), 2, squeeze=False)
+        for (curves, divergences), layer in zip(grid, report.layers, strict=True):
+            _plot_curves(curves, layer)
+            _plot_divergences(divergences, layer)
+        curves.set_xlabel("distance (tokens)")
+        divergences.set_xlabel("head")
         names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
-        dashes = zip(names, style.DASHES, strict=False)
-        handles = [Line2D([], [], color=style.GREY, linestyle=dash, label=name) for name, dash in dashes]
-        handles += grid[0][1].get_lines()[:3]
+        dashes = zip(names, DASHES, strict=False)
+        handles = [Line2D([], [], color=GREY, linestyle=dash, label=name) for name, dash in dashes]
+        handles += divergences.get_lines()
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
     return figure
 
 
-def _plot_curves(axes: Axes, layer: LayerFit, *, label: str) -> None:
+def _plot_curves(axes: Axes, layer: LayerFit) -> None:
     """Draw the curves by distance of a layer, the base's and the scheme's."""
-    _, count = layer.base_curve.shape
     drawn = [(axes, _centred(layer.base_curve))]
     if layer.scheme_curve is not None and layer.multiplies:
         factor_axes = axes.twinx()
         factor_axes.grid(False)
-        factor_axes.spines["right"].set_visible(True)
         factor_axes.set_ylabel("factor")
         drawn.append((factor_axes, layer.scheme_curve))
     elif layer.scheme_curve is not None:
         drawn.append((axes, _centred(layer.scheme_curve)))
-    for (target, curves), dash in zip(drawn, style.DASHES, strict=False):
-        for curve, colour in zip(curves.tolist(), cycle(style.COLOURS), strict=False):
-            target.plot(curve, color=colour, linestyle=dash, linewidth=0.9)
+    for (target, curves), dash in zip(drawn, DASHES, strict=False):
+        for curve, colour in zip(curves.tolist(), cycle(COLOURS), strict=False):
+            target.plot(curve, color=colour, marker="", linestyle=dash, linewidth=0.9)
     axes.set_xscale("symlog", base=2, linthresh=1)
-    ticks = [0, *(2**power for power in range(0, max(1, (count - 1).bit_length()), 2))]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set(xlim=(0, count - 1), xlabel=label, ylabel=f"layer {layer.index}\nscore (nats)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel(f"layer {layer.index}\nscore (nats)")
 
 
-def _plot_divergences(axes: Axes, layer: LayerFit, *, label: str) -> None:
+def _plot_divergences(axes: Axes, layer: LayerFit) -> None:
     """Draw the divergences of a layer's heads. The heads' numbers have the colours of their curves."""
     floor = 1e-6  # where heads agree to the last digit
-    shown = {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}
-    for number, (name, values) in enumerate(shown.items()):
-        axes.plot(values.clamp(min=floor).tolist(), label=name, **style.marks(number))
-    style.positive_axis(axes, [value for values in shown.values() for value in values.clamp(min=floor).tolist()])
+    for name, values in {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}.items():
+        axes.plot(values.clamp(min=floor).tolist(), label=name, linestyle="none")
+    axes.set_yscale("log")
+    axes.set_ylabel("KL (nats)")
     heads = range(0, len(layer.before), math.ceil(len(layer.before) / 16))
     axes.set_xticks(heads)
     for head, tick in zip(heads, axes.get_xticklabels(), strict=True):
-        tick.set_color(style.COLOURS[head % len(style.COLOURS)])
-    axes.set(xlabel=label, ylabel="KL (nats)")
+        tick.set_color(COLOURS[head % len(COLOURS)])
 
 
 def _centred(curves: Tensor) -> Tensor:
     """Return curves (H, T) minus their means over all pairs of a query and a key in a window."""
     pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
     return curves - (curves * pairs).sum(-1, keepdim=True) / pairs.sum()
-
-
-def properties(found: Mapping[str, Properties], *, title: str = "") -> Figure:
-    """Draw the verdicts on the five properties, a row for each scheme or model.
-
-    Args:
-        found: label -> result of `hf_posenc.analysis.properties`. An untrained scheme is marked with a star.
-        title: text above the table; empty means none.
-
-    Raises:
-        ValueError: if there are no results.
-        ImportError: without matplotlib.
-    """
-    style.require(found, "properties")
-    names = [row.name for row in next(iter(found.values())).rows]
-    labels = [f"{label} *" if each.untrained else label for label, each in found.items()]
-    xlabel = "* before training" if any(each.untrained for each in found.values()) else ""
-    with style.one_panel(title, width=1.4 + 1.25 * len(names), height=1.0 + 0.42 * len(found), xlabel=xlabel) as (
-        figure,
-        axes,
-    ):
-        from matplotlib.colors import to_rgb
-
-        style.image(axes, [[to_rgb(VERDICT_COLOURS[row.verdict]) for row in each.rows] for each in found.values()])
-        for line, each in enumerate(found.values()):
-            for column, row in enumerate(each.rows):
-                axes.text(column, line, row.verdict, ha="center", va="center", fontsize=9)
-        axes.set_xticks(range(len(names)), names)
-        axes.set_yticks(range(len(labels)), labels)
-        axes.tick_params(length=0)
-        for between in range(1, len(labels)):
-            axes.axhline(between - 0.5, color="white", linewidth=1.5)
-        for between in range(1, len(names)):
-            axes.axvline(between - 0.5, color="white", linewidth=1.5)
-    return figure

@@ -1,34 +1,32 @@
-"""Access for the analyses: build schemes without a model, and read a model's modules, angles and attention weights."""
+"""Access for the analyses: build schemes without a model, and read a model's modules and angles."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..api import parse_schemes
-from ..attention_call import Call
-from ..dims import Dims
+from ..api import parse_schemes, patch_model
+from ..core.attention_call import Call
+from ..core.dims import Dims
+from ..core.layer_state import on_attention
+from ..core.modules import PositionEmbedding, ScoreModule
+from ..core.positions import DensePositions
 from ..engines import dispatch
-from ..families.base import Resolved, language_config
-from ..layer_state import on_attention
-from ..live.base_model import BaseModel
-from ..live.patch_record import patch_of
-from ..modules import Native, PositionEmbedding, PositionModule, Reference, ScoreModule, owner_of
-from ..patching.changes import NoEmbedding, seeded
-from ..placement import Placed, RopeParameters
-from ..positions import DensePositions
-from ..schemes.base import RotaryScheme, Scheme
-from ..schemes.far_rope import BaseAngles
-from ..upstream import NAME
-from ..upstream.rotary import IdentityRotary, PartialRotary, by_pair, make_rotary, read_frequencies, scaling_types
+from ..families.base import language_config
+from ..model.base_model import BaseModel
+from ..model.patch_record import patch_of
+from ..patching.changes import NoEmbedding
+from ..schemes.base import Scheme
+from ..transformers_glue import NAME
+from ..transformers_glue.rotary import IdentityRotary, by_pair
 
 K = TypeVar("K")
 
@@ -43,136 +41,36 @@ def build(
     scheme: str | Scheme,
     *,
     dims: Dims = DIMS,
-    trained_length: int = TRAINED_LENGTH,
+    trained_length: int | None = None,
     seed: int = 0,
     **hyperparameters: object,
-) -> tuple[Scheme, nn.Module | None]:
-    """Build a scheme's module without a model, in float64, with its initial parameters.
+) -> PreTrainedModel:
+    """Build a LLaMA of one layer and patch it with a scheme, to read the scheme's initial parameters in float64.
 
     Args:
-        scheme: a name or an instance.
+        scheme: a name or an instance. One that joins the positions of a layer joins none.
         dims: sizes of the attention.
-        trained_length: length that the base was trained at, in tokens.
+        trained_length: length that the base was trained at, in tokens; None means 512.
         seed: seed of random initial parameters. Position vectors start with an RMS of sqrt(1/2), as sinusoids of
             amplitude 1 have.
         **hyperparameters: hyper-parameters, for a name.
-
-    Returns:
-        The resolved scheme, and its module, which computes vectors, angles or scores. The module is None for `nope`.
     """
     (wanted,) = parse_schemes(scheme, hyperparameters)
-    native = Native(None, 0.5**0.5, trained_length)
-    bench = _OneLayerModel(dims, trained_length)
-    wanted = wanted.acts_on.fit(wanted, bench).resolve(native, dims)
-    with seeded(seed), torch.no_grad():
-        wanted.acts_on.put(wanted, bench)
-        for module in bench.modules:
-            if isinstance(module, PositionModule):
-                module.double()
-            if isinstance(module, PositionEmbedding):
-                module.initialize(native)
-            elif isinstance(module, PositionModule):
-                module.reset_parameters()
-    return wanted, owner_of(bench.modules[-1] if bench.modules else None)
-
-
-class _OneLayerModel:
-    """A stand-in for a model of one layer without positions. It collects the modules that a placement installs."""
-
-    name = "a model"
-    has_table = False
-    positions_in_mask = False
-    num_layers = 1
-    keeps_table = False
-    layers: tuple[int, ...] = (0,)
-    rotated = (False,)
-    normed = ()
-
-    def __init__(self, dims: Dims, trained_length: int) -> None:
-        self.dims = dims
-        self.sizes = {0: dims}
-        self.trained_length = trained_length
-        self.modules: list[nn.Module] = []
-        self.holder = nn.Module()
-
-    @property
-    def length(self) -> int:
-        """Length that the base was trained at."""
-        return self.trained_length
-
-    def layers_of(self, scheme: Placed) -> tuple[int, ...]:
-        """Return the only layer."""
-        return self.layers
-
-    def dims_of(self, layer: int) -> Dims:
-        """Return the sizes of the layer's attention."""
-        return self.dims
-
-    def require_our_attention(self, scheme: str) -> None:
-        """Do nothing, because this model has no attention."""
-
-    def require_token_numbers(self, scheme: str, layers: Sequence[int]) -> None:
-        """Do nothing, because this model has no cache."""
-
-    def fit_rotation(self, scheme: RotaryScheme) -> RotaryScheme:
-        """Fit the scheme to a base that rotates nothing."""
-        scheme.check(self.dims)
-        completed = scheme.with_base({}, self.trained_length, scaling_types())
-        return completed.with_frequencies(
-            lambda parameters: read_frequencies(self._rotary(parameters), parameters), self.trained_length
-        )
-
-    def has_own_rotation(self, scheme: RotaryScheme) -> bool:
-        """Return False, because this model rotates nothing."""
-        return False
-
-    def turns_like_stock(self, scheme: RotaryScheme) -> bool:
-        """Return False, because this model has no stock class."""
-        return False
-
-    def own_angles(self, scheme: Scheme) -> dict[int, BaseAngles]:
-        """Return the usual rotation of whole heads."""
-        return {0: BaseAngles.of_head(self.dims.head_dim)}
-
-    def silence_rotation(self) -> None:
-        """Do nothing, because this model rotates nothing."""
-
-    def share(self, module: nn.Module) -> Reference:
-        """Collect a module, and return a reference to it."""
-        self.modules.append(module)
-        self.holder.posenc = module
-        return Reference(self.holder, "posenc")
-
-    def on_attention(self, layer: int, module: nn.Module) -> None:
-        """Collect the module of the attention."""
-        self.modules.append(module)
-
-    def on_queries(self, layer: int, name: str, module: nn.Module) -> None:
-        """Collect the module of the queries."""
-        self.modules.append(module)
-
-    def before_layer(self, layer: int, module: nn.Module | Reference) -> None:
-        """Collect the module of the vectors. A reference is to a module that has been collected before."""
-        if isinstance(module, nn.Module):
-            self.modules.append(module)
-
-    def at_input(self, module: PositionEmbedding) -> None:
-        """Collect the module of the vectors."""
-        self.modules.append(module)
-
-    def turn(self, scheme: RotaryScheme) -> None:
-        """Build and collect the module of the angles, extended to all dimensions of a head."""
-        parameters = scheme.rope_parameters()
-        if parameters is None:
-            rotary: nn.Module = scheme.build(self.dims)
-        else:
-            rotary = self._rotary(parameters)
-        self.modules += [rotary, PartialRotary(rotary, self.dims.head_dim)]
-
-    def _rotary(self, parameters: RopeParameters) -> nn.Module:
-        """Return a rotary module of transformers with these `rope_parameters`."""
-        config = LlamaConfig(max_position_embeddings=self.trained_length)
-        return make_rotary(parameters, config, self.dims, None, False)
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=dims.hidden_size,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=dims.num_heads,
+        num_key_value_heads=dims.num_key_value_heads,
+        head_dim=dims.head_dim,
+        max_position_embeddings=trained_length or TRAINED_LENGTH,
+    )
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).double().eval()
+        model.model.embed_tokens.weight.fill_(0.5**0.5)
+    return patch_model(model, ["nope", wanted] if wanted.joins else wanted, seed=seed)
 
 
 def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tensor | None:
@@ -181,7 +79,7 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
     Args:
         scheme: a name or an instance.
         length: number of positions.
-        **arguments: arguments of `build`.
+        **arguments: `dims`, `trained_length`, `seed` and hyper-parameters, see `decay`.
 
     Returns:
         (length, E) float64, or None if the scheme adds none.
@@ -189,18 +87,7 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
     Raises:
         ValueError: if the scheme has fewer positions than `length`.
     """
-    resolved, module = build(scheme, **arguments)
-    if not isinstance(module, PositionEmbedding):
-        return None
-    if resolved.limit is not None and length > resolved.limit:
-        raise ValueError(f"{resolved.name} has {resolved.limit} positions, {length} were asked for")
-    with torch.no_grad():
-        return module.embed(torch.arange(length)[None])[0].double()
-
-
-def parts(model: PreTrainedModel) -> Resolved:
-    """Return the modules of a patched or stock model; UnsupportedModelError if its family is not supported."""
-    return BaseModel.of(model).modules
+    return position_vectors(build(scheme, **arguments), length)
 
 
 @dataclass(frozen=True)
@@ -316,10 +203,7 @@ def rotations(
 
 def layer_type(model: PreTrainedModel, rotary: nn.Module, layer: int) -> str | None:
     """Return the type of a layer if the rotary module distinguishes layer types, or None."""
-    types = (
-        getattr(language_config(model.config), "layer_types", None) if getattr(rotary, "layer_types", None) else None
-    )
-    return types[layer] if types else None
+    return language_config(model.config).layer_types[layer] if getattr(rotary, "layer_types", None) else None
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -367,34 +251,30 @@ def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], obje
 
 
 @contextmanager
-def dense_attention(model: PreTrainedModel, see: Callable[[int, Tensor], None] | None = None) -> Iterator[None]:
-    """Compute attention densely within a `with` block, and pass the attention weights to a function.
+def dense_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Compute attention densely within a `with` block: it has second derivatives then.
 
-    Schemes on scores run in the reference engine, all other models in the family's eager attention. Both compute
-    weights and have second derivatives.
+    Schemes on scores run in the reference engine, all other models in the family's eager attention.
 
     Args:
         model: a patched or stock model.
-        see: function that every layer calls with its index and its weights (B, H, Q, L); None for none.
+
+    Raises:
+        UnsupportedModelError: if the model attends by a function of its own.
     """
-    ours = language_config(model.config)._attn_implementation == NAME
+    base, stock = BaseModel.of(model), language_config(model.config)._attn_implementation
+    base.require_equal_attention("compute its weights")
 
     def take_reference(module: nn.Module, args: tuple[Call], kwargs: dict[str, object]) -> Any:
-        return (replace(args[0], weights=True), partial(dispatch.attend, wanted="reference")), kwargs
+        return (args[0], partial(dispatch.attend, wanted="reference")), kwargs
 
-    attentions = {
-        index: attention.get_submodule("posenc") if ours else attention
-        for index, attention in parts(model).attention_of.items()
-    }
     with ExitStack() as stack:
-        if not ours:
-            stock = language_config(model.config)._attn_implementation
+        if stock != NAME:
             model.set_attn_implementation("eager")
             stack.callback(model.set_attn_implementation, stock)
-        for module in attentions.values() if ours else ():
-            stack.callback(module.register_forward_pre_hook(take_reference, with_kwargs=True).remove)
-        if see is not None:
-            stack.enter_context(outputs(attentions.items(), lambda index, output: see(index, output[1])))
+        for attention in base.modules.attentions if stock == NAME else ():
+            hook = attention.get_submodule("posenc").register_forward_pre_hook(take_reference, with_kwargs=True)
+            stack.callback(hook.remove)
         yield
 
 

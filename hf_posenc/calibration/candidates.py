@@ -1,107 +1,120 @@
-"""Try closed forms on a model. Every head keeps the closest one, or all heads keep the one that predicts best."""
+"""The first stage: every head keeps its closest closed form, or all heads keep the one that predicts best."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from ..live.base_model import BaseModel
-from ..modules import ScoreModule
-from .closed_forms import (
-    DistanceSums,
-    MeanRotation,
-    Target,
-    coefficients,
-    mean_rotation_of,
-    takes_queries,
-    target_of,
-)
+from ..core.modules import ScoreModule
+from ..model.base_model import BaseModel
+from ..transformers_glue.rotary import by_pair
+from .checks import NOISE
+from .closed_forms import DistanceSums, MeanRotation, Target, coefficients, takes_queries, target_of
 from .fitting import fit
-from .held_out import NOISE
 from .pair import Pair, Values, copied, parameters_of, put
-from .state import FirstStage
 
 CANDIDATES = ("as it was", "fitted", "turned", "turned, fitted")
 """Names of the closed forms. `fitted`: the scheme's curve or vectors are fitted to what the base's positions add.
 `turned`: the queries are rotated by the mean rotation."""
 
 
-def try_closed_forms(pair: Pair, windows: int, judge: str, as_it_was: float | None) -> FirstStage:
+@dataclass(frozen=True)
+class FirstStage:
+    """The results of the first stage.
+
+    Attributes:
+        before: layer index -> `LayerFit.before`.
+        closed: layer index -> `LayerFit.closed`.
+        base_curve: layer index -> `LayerFit.base_curve`.
+        chosen: layer index -> `LayerFit.chosen`.
+        losses: field of `HeldOutLoss` (`base`, `swapped`, `closed_form`) -> held-out loss.
+        put_back: name of a first-stage result that the judge rejected -> its held-out loss, see `Calibration.put_back`.
+        parameters: values, after the first stage, of the parameters that the second stage trains.
+    """
+
+    before: dict[int, Tensor]
+    closed: dict[int, Tensor]
+    base_curve: dict[int, Tensor]
+    chosen: dict[int, tuple[str, ...]]
+    losses: dict[str, float]
+    put_back: dict[str, float] = field(default_factory=dict)
+    parameters: Sequence[Tensor] = ()
+
+    def uniformly(self, form: str, closed: dict[int, Tensor], loss: float, rejected: dict[str, float]) -> FirstStage:
+        """Return the results with one form for all heads, after a rejected result.
+
+        Args:
+            form: name of the form.
+            closed: its divergences.
+            loss: its held-out loss.
+            rejected: name of the result that the judge rejected -> its held-out loss.
+        """
+        chosen = {index: (form,) * len(names) for index, names in self.chosen.items()}
+        losses, put_back = self.losses | {"closed_form": loss}, self.put_back | rejected
+        return replace(self, closed=closed, chosen=chosen, losses=losses, put_back=put_back)
+
+
+def first_stage(pair: Pair, windows: int, judge: str) -> FirstStage:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
-    If the judge is `loss` and one form for all heads predicts better, all heads keep that form.
+    If the judge is `loss` and one form for all heads predicts better, all heads keep that form; and if the plain swap
+    predicts better than the result, everything is restored.
 
     Args:
         pair: a model and its base.
         windows: largest number of windows that the forms average over.
         judge: `loss` or `attention`, as in `calibrate`.
-        as_it_was: held-out loss with the present parameters; None if it is not known.
 
-    Returns:
-        The results. Of the held-out losses only `closed_form` is set.
+    Raises:
+        ValueError: if attention, or the base's loss, is NaN or infinite.
     """
+    losses = {"base": pair.loss_of_base(), "swapped": pair.loss()}
+    pair.add_mean_position()
+    measured = {} if pair.has_changed() else {"as it was": losses["swapped"]}
     averages = pair.averages(windows)
-    rotations = _mean_rotations(pair, averages)
-    modules = pair.modules()
-    if pair.bar.total and not (rotations and modules):  # only with both are averages computed a second time
-        pair.bar.total -= len(pair.train[:windows])
-    if pair.bar.total and _are_shared(modules):
-        pair.bar.total += len(pair.held)
-    unfitted = {index: _current_coefficients(pair, index, averages[index]) for index in modules}
-    candidates, targets = _make_candidates(pair, modules, rotations, averages, windows)
+    rotations, modules = mean_rotations(pair, averages), pair.modules()
+    unfitted = {index: _present(pair, index) for index in modules}
+    candidates, targets = _make_candidates(pair, rotations, averages, windows)
     divergences = pair.divergences(candidates)
     names = [name for name in CANDIDATES if name in divergences]
     best = {index: torch.stack([divergences[name][index] for name in names]).argmin(0) for index in pair.layers}
     chosen = {index: tuple(names[number] for number in best[index].tolist()) for index in pair.layers}
     for index, rotation in rotations.items():
         rotation.apply(torch.tensor([name.startswith("turned") for name in chosen[index]]))
-    by_head = {}
-    for index in modules:
-        by_name = {name: by_layer[index] for name, by_layer in targets.items()}
-        by_head[index] = _target_by_head(chosen[index], by_name, unfitted[index])
     if modules:
-        _fit_all(pair, modules, by_head)
-    after = pair.divergence()
-    apart = _divergence_apart(pair, modules, targets, candidates, divergences, _mean_divergence(after))
+        by_name = {index: {name: each[index] for name, each in targets.items()} for index in modules}
+        _fit_all(pair, modules, {i: _target_by_head(chosen[i], by_name[i], unfitted[i]) for i in modules})
     curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
-    del averages, targets, by_head, unfitted  # before the losses, whose logits take memory as well
-    token_losses = pair.token_losses()
-    loss = pair.mean_loss(token_losses)
-    result = FirstStage(divergences["as it was"], after, curves, chosen, {"closed_form": loss}, apart=apart)
+    del averages, targets, unfitted  # before the losses, whose logits take memory as well
+    after = pair.divergence()
+    loss = losses["closed_form"] = pair.loss()
+    if not math.isfinite(losses["base"]):
+        raise ValueError("the base's loss on the held-out windows is not finite: look for weights that are not finite")
+    result = FirstStage(divergences["as it was"], after, curves, chosen, losses)
     if judge == "attention":
-        if _mean_divergence(after) <= _mean_divergence(result.before):
-            return result
-        uniform = "as it was"  # heads that share parameters cannot all have their best form
-        losses = {}
-    else:
-        losses = {} if as_it_was is None else {"as it was": as_it_was}
-        for name, values in candidates.items():
-            if name not in losses:
-                losses[name] = pair.loss(values, rival=token_losses)
-        uniform = min(losses, key=losses.__getitem__)
-        if loss <= losses[uniform] + NOISE:
-            return result
-    put(candidates[uniform])
-    return replace(
-        result,
-        closed=divergences[uniform],
-        chosen={index: (uniform,) * len(names) for index, names in chosen.items()},
-        losses={"closed_form": losses[uniform] if uniform in losses else pair.loss()},
-        put_back={"heads": loss},
-    )
+        if mean_divergence(after) > mean_divergence(result.before):
+            put(candidates["as it was"])  # heads that share parameters cannot all have their best form
+            result = result.uniformly("as it was", result.before, pair.loss(), {"heads": loss})
+        return result
+    measured |= {name: pair.loss(values) for name, values in candidates.items() if name not in measured}
+    form = min(measured, key=measured.__getitem__)
+    if loss > measured[form] + NOISE:
+        put(candidates[form])
+        result = result.uniformly(form, divergences[form], measured[form], {"heads": loss})
+    loss = result.losses["closed_form"]
+    if loss > losses["swapped"] + NOISE:
+        pair.restore()
+        result = result.uniformly("as it was", pair.divergence(), losses["swapped"], {"closed_form": loss})
+    return result
 
 
 def _make_candidates(
-    pair: Pair,
-    modules: dict[int, ScoreModule],
-    rotations: dict[int, MeanRotation],
-    averages: dict[int, DistanceSums],
-    windows: int,
+    pair: Pair, rotations: dict[int, MeanRotation], averages: dict[int, DistanceSums], windows: int
 ) -> tuple[dict[str, Values], dict[str, dict[int, Target]]]:
     """Return candidate's name -> its parameter values, and name of a fitted candidate -> its targets by layer.
 
@@ -109,81 +122,33 @@ def _make_candidates(
 
     Args:
         pair: a model and its base.
-        modules: layer index -> the scheme's module.
         rotations: layer index -> mean rotation.
         averages: layer index -> sums by distance, with the initial values.
         windows: largest number of windows to average over again, once queries are rotated.
     """
+    modules = pair.modules()
     projections = parameters_of(rotation.projection for rotation in rotations.values())
     scheme_parameters = parameters_of(modules.values())
-    unturned = [(p, pair.initial_values[id(p)][1]) for p in projections]
-    unfitted = [(p, pair.initial_values[id(p)][1]) for p in scheme_parameters]
-    candidates: dict[str, Values] = {"as it was": [*unturned, *unfitted]}
+    unfitted = copied(scheme_parameters)
+    candidates: dict[str, Values] = {}
     targets = {}
-    if rotations:
+    for turns in (True, False) if rotations else (False,):
         for index, rotation in rotations.items():
-            rotation.apply(torch.ones(pair.base_model.sizes[index].num_heads, dtype=torch.bool))
+            pair.restore([rotation.projection])
+            rotation.apply(torch.full((pair.base_model.sizes[index].num_heads,), turns))
         turned = copied(projections)
-        candidates["turned"] = [*turned, *unfitted]
+        candidates["turned" if turns else "as it was"] = [*turned, *unfitted]
         if modules:
-            targets["turned, fitted"] = _targets(pair, modules, pair.averages(windows, mass=False))
-            _fit_all(pair, modules, targets["turned, fitted"])
-            candidates["turned, fitted"] = [*turned, *copied(scheme_parameters)]
-        pair.restore(rotation.projection for rotation in rotations.values())
-    if modules:
-        targets["fitted"] = _targets(pair, modules, averages)
-        _fit_all(pair, modules, targets["fitted"])
-        candidates["fitted"] = [*unturned, *copied(scheme_parameters)]
+            name = "turned, fitted" if turns else "fitted"
+            targets[name] = _targets(pair, modules, pair.averages(windows, mass=False) if turns else averages)
+            _fit_all(pair, modules, targets[name])
+            candidates[name] = [*turned, *copied(scheme_parameters)]
     return candidates, targets
 
 
-def _are_shared(modules: dict[int, ScoreModule]) -> bool:
-    """Return whether one module serves several layers."""
-    return len({id(module) for module in modules.values()}) < len(modules)
-
-
-def _mean_divergence(divergences: Mapping[int, Tensor]) -> float:
+def mean_divergence(divergences: Mapping[int, Tensor]) -> float:
     """Return the mean divergence over layers and heads."""
     return torch.cat(list(divergences.values())).mean().item()
-
-
-def _divergence_apart(
-    pair: Pair,
-    modules: dict[int, ScoreModule],
-    targets: dict[str, dict[int, Target]],
-    candidates: dict[str, Values],
-    divergences: dict[str, dict[int, Tensor]],
-    closed: float,
-) -> tuple[float, float] | None:
-    """Return the mean divergence with shared modules, and with one module for each layer. None if none is shared.
-
-    Args:
-        pair: a model and its base.
-        modules: layer index -> the scheme's module.
-        targets: name of a fitted candidate -> its targets by layer.
-        candidates: candidate's name -> its parameter values.
-        divergences: candidate's name -> its divergences by layer.
-        closed: mean divergence of the chosen forms, with shared modules.
-    """
-    if not _are_shared(modules):
-        return None
-    shared_values = copied(parameters_of(modules.values()))
-    shared = {id(p) for p, _ in shared_values}
-    alone, only = {}, {}
-    for name, by_layer in targets.items():
-        other_values = [(p, value) for p, value in candidates[name] if id(p) not in shared]
-        for index, module in modules.items():
-            pair.restore([module])
-            fit(module, pair.like(index), [by_layer[index]])
-            only[f"{name} {index}"] = index
-            alone[f"{name} {index}"] = [*other_values, *copied(module.parameters())]
-    put(shared_values)
-    divergences_alone = pair.divergences(alone, only)
-    best = {}
-    for index in pair.layers:
-        tried = [each[index] for each in (*divergences.values(), *divergences_alone.values()) if index in each]
-        best[index] = torch.stack(tried).amin(0)
-    return closed, _mean_divergence(best)
 
 
 def _targets(pair: Pair, modules: dict[int, ScoreModule], averages: dict[int, DistanceSums]) -> dict[int, Target]:
@@ -191,15 +156,11 @@ def _targets(pair: Pair, modules: dict[int, ScoreModule], averages: dict[int, Di
     return {index: target_of(module, pair.like(index), averages[index]) for index, module in modules.items()}
 
 
-def _current_coefficients(pair: Pair, index: int, averages: DistanceSums) -> Tensor:
-    """Return the coefficients of a layer's form with the present parameters."""
-    heads, count = averages.difference.shape
-    like = pair.like(index)
-    module = pair.module(index)
-    assert module is not None
-    values = coefficients(module, like, torch.arange(count, device=like.device), heads)
-    assert values is not None
-    return values.detach().double()
+def _present(pair: Pair, index: int) -> Tensor:
+    """Return the coefficients of a layer's form at the distances of the windows with the present parameters."""
+    like, heads = pair.like(index), pair.base_model.sizes[index].num_heads
+    distances = torch.arange(pair.held.shape[1], device=like.device)
+    return coefficients(pair.owners[index], like, distances, heads).detach().double()
 
 
 @torch.no_grad()
@@ -215,12 +176,9 @@ def hold_tails(pair: Pair, windows: int) -> None:
     modules = {index: each for index, each in pair.modules().items() if takes_queries(each.form(pair.like(index)))}
     if not modules:
         return
-    averages = pair.averages(windows, mass=False)
-    targets = {}
-    for index, target in _targets(pair, modules, averages).items():
-        targets[index] = replace(target, values=_current_coefficients(pair, index, averages[index]))
+    targets = _targets(pair, modules, pair.averages(windows, mass=False))
     with torch.enable_grad():
-        _fit_all(pair, modules, targets)
+        _fit_all(pair, modules, {i: replace(each, values=_present(pair, i)) for i, each in targets.items()})
 
 
 def _fit_all(pair: Pair, modules: dict[int, ScoreModule], targets: dict[int, Target]) -> None:
@@ -229,15 +187,12 @@ def _fit_all(pair: Pair, modules: dict[int, ScoreModule], targets: dict[int, Tar
     A search for vectors starts from the present values: it has one minimum, and many parameters. A search for a curve
     can have several minima, so it starts from the initial values.
     """
-    owners: dict[int, tuple[ScoreModule, Tensor, list[Target]]] = {}
-    for index, module in modules.items():
-        owners.setdefault(id(module), (module, pair.like(index), []))[2].append(targets[index])
-    with tqdm(total=len(owners), desc="fitting", unit="layer", disable=pair.bar.disable, leave=False) as bar:
-        for module, like, wanted in owners.values():
-            if not takes_queries(module.form(like)):
-                pair.restore([module])
-            fit(module, like, wanted)
-            bar.update()
+    for module in dict.fromkeys(modules.values()):
+        served = [index for index, each in modules.items() if each is module]
+        like = pair.like(served[0])
+        if not takes_queries(module.form(like)):
+            pair.restore([module])
+        fit(module, like, [targets[index] for index in served])
 
 
 def _target_by_head(names: tuple[str, ...], by_name: dict[str, Target], as_it_was: Tensor) -> Target:
@@ -249,41 +204,47 @@ def _target_by_head(names: tuple[str, ...], by_name: dict[str, Target], as_it_wa
         as_it_was: initial coefficients, for heads whose form is not fitted.
     """
     fitted = by_name["fitted"]
-    unfitted = Target(as_it_was, fitted.weights, fitted.metric, fitted.last_factor)
-    targets = [by_name.get(name, unfitted) for name in names]
-    return Target(
-        torch.stack([target.values[head] for head, target in enumerate(targets)]),
-        torch.stack([target.weights[head] for head, target in enumerate(targets)]),
-        torch.stack([target.metric[head] for head, target in enumerate(targets)]),
-        fitted.last_factor,
-    )
+    targets = [by_name.get(name, replace(fitted, values=as_it_was)) for name in names]
+    parts = ("values", "weights", "metric")
+    by_head = {part: torch.stack([getattr(each, part)[head] for head, each in enumerate(targets)]) for part in parts}
+    return replace(fitted, **by_head)
 
 
-def _mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, MeanRotation]:
+def mean_rotations(pair: Pair, averages: dict[int, DistanceSums]) -> dict[int, MeanRotation]:
     """Return layer index -> mean rotation, for layers that the base rotates and whose queries one projection makes.
 
-    Latent attention (MLA) is left out, because it rotates only a part of each head.
+    Latent attention (MLA) is left out, because it rotates only a part of each head. A pair of dimensions that turns by
+    the angle `w` per token has the factor `sum_d m(d) e^(i w d)`, of magnitude 1 or less, where `m(d)` is the share of
+    the base's attention at distance `d`. On average, the base's rotation multiplies the product of a query's and a
+    key's pair by this factor.
     """
     rotations: dict[int, MeanRotation] = {}
-    if not pair.own_weights or pair.base_model.family.rotation.attention_part is not None:
+    patched = pair.base_model
+    if not pair.own_weights or patched.family.rotation.attention_part is not None:
         return rotations
-    owners = {index: pair.owner(index) for index in pair.layers}
-    kept = {index: owner.rotates(len(averages[index].mass)) for index, owner in owners.items() if owner is not None}
+    rotated = {index for scheme in pair.patch.schemes if scheme.rotations() for index in patched.layers_of(scheme)}
+    kept = {index: owner.rotates(len(averages[index].mass)) for index, owner in pair.owners.items()}
     with pair.as_base() as model:
         base = BaseModel.of(model)
         rotary = base.modules.rotary
         layer_types: Any = getattr(base.config, "layer_types", None) if getattr(rotary, "layer_types", None) else None
-        patched = pair.base_model
-        rotated = {
-            i for scheme in pair.patch.schemes if scheme.acts_on.rotations(scheme) for i in patched.layers_of(scheme)
-        }
         for index in pair.layers:
-            projection = pair.projections[index]
+            projection, mass = pair.projections[index], averages[index].mass
             if rotary is None or projection is None or not base.modules.rotated[index] or index in rotated:
                 continue
-            layer_type = layer_types[index] if layer_types else None
-            mass = averages[index].mass
-            rotation = mean_rotation_of(patched, index, projection, rotary, mass, layer_type, kept.get(index))
-            if rotation is not None:
-                rotations[index] = rotation
+            distances = torch.arange(mass.shape[1], device=mass.device)
+            arguments = [layer_types[index]] if layer_types else []
+            angles = rotary(projection.weight.new_empty(0, dtype=torch.float32), distances[None], *arguments)
+            cos, sin = (each[0].double() for each in by_pair(angles, patched.family.rotation.angles))
+            # cos and sin may carry a factor (YaRN's). Queries and keys are both multiplied by it, so it counts twice.
+            factor = torch.hypot(cos[0], sin[0])
+            share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
+            factors = torch.complex(share @ cos, share @ sin)
+            if (own := kept.get(index)) is None:
+                factors = factors * factor
+            else:  # such a scheme rotates some pairs as the base does, and leaves the factor on all
+                factors = torch.where(own.to(factors.device), 1, factors / factor)
+            if not torch.allclose(factors, torch.ones_like(factors)):  # in a patched base, it can rotate nothing
+                interleaved = patched.rotation.pairs == "interleaved"
+                rotations[index] = MeanRotation(projection, factors, patched.sizes[index].head_dim, interleaved)
     return rotations

@@ -1,21 +1,23 @@
-"""Check the arguments of a calibration: the model, the tokens and the base."""
+"""Windows of text and the loss on them, and checks of the arguments of a calibration or a search."""
 
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import NotPatchedError, UnsupportedModelError
+from ..core.did_you_mean import did_you_mean
+from ..core.errors import NotPatchedError, UnsupportedModelError
+from ..core.modules import PositionModule
 from ..families.base import base_model_type
-from ..live.base_model import BaseModel
-from ..live.obstacles import check_in_place, check_unquantized, check_unwrapped
-from ..live.patch_record import Patch, adapted_parts, patch_of
-from ..live.weight_samples import have_moved
-from ..modules import PositionModule
-from .held_out import IGNORED
+from ..model.base_model import BaseModel
+from ..model.logits import IGNORED, logits_function, token_losses
+from ..model.obstacles import check_unquantized, check_unwrapped
+from ..model.patch_record import Patch, adapted_parts, have_moved, patch_of, without_adapter
 
 GIVE_BASE = "give the base, calibrate(model, tokens, base=...)"
 
@@ -23,36 +25,60 @@ ADAPTER_EFFECT = 1e-3
 """An adapter that changes the logits by more than this, relative to their norm, counts as trained. Some untrained
 adapters add rounding."""
 
-
 HELD_OUT, CLOSED_WINDOWS = (8, 2048), (24, 3072)
 """Held-out windows, and those that closed forms average over, where the caller gives no number: so many windows, or
 fewer that hold so many tokens. Both measure tokens, so that long windows need not be many."""
 
 
-def check_model(inner: PreTrainedModel) -> Patch:
-    """Check that a model can be calibrated, and return the record of its patch.
+NOISE = 0.01
+"""A smaller difference of held-out losses, in nats, is taken for noise: the held-out windows are few."""
+
+TOKENS_AT_ONCE = 1024
+"""Number of tokens in one forward pass, about; at least one window."""
+
+
+def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless an argument has one of its choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}")
+
+
+def check_positive(kind: str, **numbers: object) -> None:
+    """Raise ValueError unless all arguments but None are positive and finite, of kind `integer` or `number`."""
+    wanted = {"integer": Integral, "number": Real}[kind]
+    for name, number in numbers.items():
+        fits = isinstance(number, wanted) and not isinstance(number, bool) and 0 < float(number) < math.inf
+        if number is not None and not fits:
+            raise ValueError(f"{name} must be a positive {kind}, not {number!r}")
+
+
+def check_patched(model: PreTrainedModel, action: str) -> Patch:
+    """Check that a model is patched, whole and has a head, and return the record of its patch.
 
     Args:
-        inner: the model without an adapter around it.
+        model: a model, maybe with an adapter of PEFT around it.
+        action: what the caller is about to do, as in "calibrate the model".
 
     Raises:
         NotPatchedError: if it is not patched.
-        UnsupportedModelError: if it is sharded, offloaded or quantised, or predicts no tokens.
-        ValueError: under `torch.inference_mode`, or if the model's weights were made under it.
+        UnsupportedModelError: if it is wrapped, sharded or offloaded, or predicts no tokens.
     """
+    check_unwrapped(model, action)
+    inner = without_adapter(model)
     patch = patch_of(inner)
     if patch is None:
-        raise NotPatchedError(f"this {type(inner).__name__} is not patched: there is nothing to calibrate")
-    if torch.is_inference_mode_enabled():
-        raise ValueError("calibrate takes gradients, which torch.inference_mode() forbids: call it outside")
-    check_in_place(inner, "calibrate the model")
-    check_unquantized(inner, "calibrate the model")
+        raise NotPatchedError(f"this {type(inner).__name__} is not patched: patch it first, then {action}")
     check_head(inner)
-    if any(p.is_inference() for p in inner.parameters()):
-        raise ValueError(
-            "weights of this model were made under torch.inference_mode(), and take no gradients: make it outside"
-        )
     return patch
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Raise an UnsupportedModelError unless a model predicts tokens."""
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"the loss of the next token is measured, and a {type(model).__name__} predicts none: give a "
+            "causal language model, with its head"
+        )
 
 
 def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
@@ -70,8 +96,7 @@ def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
             "weights='query_key' trains weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
             "the model before the adapter is added"
         )
-    modules = [module for module in inner.modules() if isinstance(module, PositionModule)]
-    parameters = [p for module in modules for p in module.parameters()]
+    parameters = [p for each in inner.modules() if isinstance(each, PositionModule) for p in each.parameters()]
     if parameters and not any(p.requires_grad for p in parameters):
         raise ValueError(
             "the adapter neither trains nor saves the scheme's parameters, so that it would lose their calibrated "
@@ -85,59 +110,68 @@ def number_of_windows(given: int | None, default: tuple[int, int], length: int) 
     return min(most, max(2, math.ceil(enough / length))) if given is None else given
 
 
-def check_tokens(tokens: object, model: PreTrainedModel, held_out: int | None) -> int:
-    """Check windows of tokens, and return how many of them are held out: `held_out`, or the default for None.
+def split_tokens(tokens: object, model: PreTrainedModel, held_out: int | None) -> tuple[Tensor, Tensor]:
+    """Check windows of tokens, and return those to read and the held-out ones, int64 on the model's device.
+
+    Args:
+        tokens: the windows.
+        model: the model that reads them.
+        held_out: number of windows, from the end, that are held out; None means the default.
 
     Raises:
         ValueError: if they are not windows of token ids of the model's vocabulary, or too few.
     """
-    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64) or tokens.ndim != 2:
-        actual = (
-            f"{tuple(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        )
+    integers = (torch.int32, torch.int64)
+    if not (isinstance(tokens, Tensor) and tokens.dtype in integers and tokens.ndim == 2 and tokens.shape[1] > 1):
+        actual = f"{tuple(tokens.shape)} of {tokens.dtype}" if isinstance(tokens, Tensor) else f"a {type(tokens)}"
         raise ValueError(
-            f"tokens must be integers (windows, length), an int64 tensor, not {actual}. From a text: "
-            'tokenizer(text, return_tensors="pt").input_ids[0].unfold(0, 256, 256)'
+            f"tokens must be integers (windows, length), an int64 tensor with a length of at least 2, not {actual}. "
+            'From a text: tokenizer(text, return_tensors="pt").input_ids[0].unfold(0, 256, 256)'
         )
-    if tokens.shape[1] < 2:
-        raise ValueError("tokens must be integers (windows, length) with a length of at least 2, not 1")
     held_out = number_of_windows(held_out, HELD_OUT, tokens.shape[1])
     if len(tokens) <= held_out:
         raise ValueError(f"{len(tokens)} windows are too few: {held_out} are held out, and at least one more is needed")
-    count = model.get_input_embeddings().weight.shape[0]
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= count:
+    last = model.get_input_embeddings().weight.shape[0] - 1
+    if outside := [each for each in (int(tokens.min()), int(tokens.max())) if not 0 <= each <= last]:
         raise ValueError(
-            f"tokens hold the id {least if least < 0 else most}, and the model's vocabulary has the ids 0 to "
-            f"{count - 1}: use the model's own tokenizer"
+            f"tokens hold the id {outside[0]}, and the model's vocabulary has the ids 0 to {last}: use the model's own "
+            "tokenizer"
         )
-    return held_out
+    read, held = tokens.to(next(model.parameters()).device, torch.int64).split([len(tokens) - held_out, held_out])
+    return read, held
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, windows: Tensor, labels: Tensor | None = None) -> float:
+    """Return the mean loss of the next token, in nats. NaN becomes infinity.
+
+    Args:
+        model: a model in evaluation mode.
+        windows: (N, T) tokens.
+        labels: (N, T) the same, with `IGNORED` for those that do not count; None means that all count.
+    """
+    labels = windows if labels is None else labels
+    logits_of, total = logits_function(model, windows[0]), 0.0
+    size = max(1, TOKENS_AT_ONCE // windows.shape[1])
+    for batch, wanted in zip(windows.split(size), labels.split(size), strict=True):
+        pieces = token_losses(logits_of(batch, slice(windows.shape[1] - 1)), wanted[:, 1:].flatten())
+        total += sum(losses.sum(dtype=torch.float64).item() for losses in pieces)
+    mean = total / int((labels[:, 1:] != IGNORED).sum())
+    return mean if math.isfinite(mean) else math.inf
 
 
 def check_labels(labels: object, tokens: Tensor, held_out: int) -> None:
     """Raise ValueError unless labels are None, or `tokens` with `IGNORED` in some places, not in all held-out ones."""
     if labels is None:
         return
-    if not isinstance(labels, Tensor) or labels.shape != tokens.shape:
-        actual = tuple(labels.shape) if isinstance(labels, Tensor) else f"a {type(labels).__name__}"
-        raise ValueError(f"labels must have the shape of tokens, {tuple(tokens.shape)}, not {actual}")
-    counted = labels != IGNORED
-    if not labels[counted].equal(tokens[counted].to(labels)):
-        raise ValueError(f"labels must be the tokens, or {IGNORED} for those that the held-out loss leaves out")
-    if not counted[-held_out:, 1:].any():
-        raise ValueError(
-            f"labels leave out all tokens of the {held_out} held-out windows, which are the last ones: shuffle the "
-            "windows, or hold out more"
-        )
-
-
-def check_head(model: PreTrainedModel) -> None:
-    """Raise an UnsupportedModelError unless a model predicts tokens."""
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"the loss of the next token is measured, and a {type(model).__name__} predicts none: give a "
-            "causal language model, with its head"
-        )
+    if isinstance(labels, Tensor) and labels.shape == tokens.shape:
+        counted = labels != IGNORED
+        if labels[counted].equal(tokens[counted].to(labels)) and counted[-held_out:, 1:].any():
+            return
+    raise ValueError(
+        f"labels must be the tokens, or {IGNORED} for those that the held-out loss leaves out, and not for all in the "
+        f"{held_out} held-out windows, which are the last ones"
+    )
 
 
 def check_base(inner: PreTrainedModel, patch: Patch, base: object) -> None:
@@ -164,37 +198,33 @@ def check_base(inner: PreTrainedModel, patch: Patch, base: object) -> None:
             )
         return
     if not isinstance(base, PreTrainedModel):
-        raise ValueError(
-            f"base must be a transformers model, like the one that was patched, not a {type(base).__name__}"
-        )
-    check_unwrapped(base, "take it as the base")
-    check_in_place(base, "take it as the base")
-    check_unquantized(base, "take it as the base")
+        raise ValueError(f"base must be a transformers model, not a {type(base).__name__}")
+    for check in (check_unwrapped, check_unquantized):
+        check(base, "take it as the base")
     addresses = {p.data_ptr() for p in inner.parameters()}
-    if base is inner or any(p.data_ptr() in addresses for p in base.parameters()):
+    if any(p.data_ptr() in addresses for p in base.parameters()):
         raise ValueError(
             "base is the model that is calibrated, or shares weights with it: patch_model works in place. Leave base "
             "out, or load the stock checkpoint once more"
         )
     check_head(base)
-    if different := _differences(inner, base):
-        raise ValueError(f"base does not fit this model: {'; '.join(different)}")
+    own = _described(inner)
+    for name, its in _described(base).items():
+        if its != own[name]:
+            raise ValueError(f"base does not fit this model: its {name} is {its}, the model's {own[name]}")
 
 
-def _differences(model: PreTrainedModel, base: PreTrainedModel) -> list[str]:
-    """Return the first difference that keeps a model from imitating a base, as a list of at most one sentence."""
-    base_type, model_type = base_model_type(base.config), base_model_type(model.config)
-    if base_type != model_type:
-        return [f"it is a {base_type}, the model a {model_type}"]
-    theirs, ours = BaseModel.of(base), BaseModel.of(model)
-    pairs = {
-        "number of layers": (len(theirs.modules.layers), len(ours.modules.layers)),
-        "sizes of the attention": (dict(theirs.sizes), dict(ours.sizes)),
-        "vocabulary": tuple(model.get_input_embeddings().weight.shape[0] for model in (base, model)),
-        "dtype": (base.dtype, model.dtype),
-        "device": (base.device, model.device),
+def _described(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what a model and its base have in common."""
+    base = BaseModel.of(model)
+    return {
+        "type": base_model_type(model.config),
+        "number of layers": len(base.modules.layers),
+        "sizes of the attention": dict(base.sizes),
+        "vocabulary": model.get_input_embeddings().weight.shape[0],
+        "dtype": model.dtype,
+        "device": model.device,
     }
-    return [f"its {name} is {its}, the model's {own}" for name, (its, own) in pairs.items() if its != own][:1]
 
 
 @torch.no_grad()
@@ -205,16 +235,14 @@ def _is_adapter_trained(inner: PreTrainedModel, patch: Patch) -> bool:
     if not active:
         return False
     tokens = torch.arange(min(16, inner.get_input_embeddings().weight.shape[0]), device=inner.device)[None]
-    flags = [(p, p.requires_grad) for p in inner.parameters()]
+    logits = []
     try:
         with patch.undo.suspended():
-            with_adapter = inner(tokens, use_cache=False).logits
-            for part in active:
-                part.enable_adapters(False)
-            without = inner(tokens, use_cache=False).logits
+            for disabled in (False, True):
+                for part in active:
+                    part._disable_adapters = disabled  # `enable_adapters` would change what requires gradients
+                logits.append(inner(tokens, use_cache=False).logits)
     finally:
         for part in active:
-            part.enable_adapters(True)
-        for p, flag in flags:
-            p.requires_grad_(flag)
-    return bool((with_adapter - without).norm() > ADAPTER_EFFECT * without.norm())
+            part._disable_adapters = False
+    return bool((logits[0] - logits[1]).norm() > ADAPTER_EFFECT * logits[1].norm())

@@ -7,16 +7,15 @@ scheme's parameters to it, without reading text.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention_call import Call
-from ..forms import ClippedVectors, Form, RelativeKeys, is_one_of
-from ..live.base_model import BaseModel
-from ..modules import ScoreModule
-from ..upstream.rotary import by_pair
+from ..core.attention_call import Call
+from ..core.forms import ClippedVectors, Form, RelativeKeys, is_one_of
+from ..core.modules import ScoreModule
 from .observe import parts, rows_of
 
 VECTORS = (ClippedVectors, RelativeKeys)
@@ -64,15 +63,9 @@ class DistanceSums:
             device: device of the sums.
             size: D for sums by query as well; None leaves `by_query` and `moment` out.
         """
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(*shape, dtype=torch.float64, device=device)
-
-        empty = cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)))
-        if size is not None:
-            empty.by_query = zeros(heads, distances, size + 1)
-            empty.moment = zeros(heads, size + 1, size + 1)
-        return empty
+        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
+        by_query = () if size is None else (zeros(heads, distances, size + 1), zeros(heads, size + 1, size + 1))
+        return cls(zeros(distances), *(zeros(heads, distances) for _ in range(4)), *by_query)
 
     @torch.no_grad()
     def add(self, base: Call, scheme: Call, *, mass: bool = True) -> None:
@@ -98,9 +91,9 @@ class DistanceSums:
                 content = scheme.form.content(products)
                 self.product[:, seen] += total(base_scores * content)
                 self.square[:, seen] += total(content * content)
-            difference = _by_distance(base_scores - products, visible)
-            self.difference[:, seen] += difference.sum(2).sum(0, dtype=torch.float64).flip(-1)
+            self.difference[:, seen] += total(base_scores - products)
             if self.by_query is not None and self.moment is not None:
+                difference = _by_distance(base_scores - products, visible)
                 query = (scheme.scaling * scheme.query[:, :, part]).to(difference.dtype)
                 query = F.pad(query, (0, 1), value=scheme.ratio * scheme.scaling)
                 self.by_query[:, seen] += (difference.mT @ query).sum(0, dtype=torch.float64).flip(1)
@@ -152,11 +145,17 @@ def takes_queries(form: Form | None) -> bool:
     return is_one_of(form, VECTORS)
 
 
-def coefficients(module: ScoreModule, like: Tensor, distances: Tensor, heads: int) -> Tensor | None:
-    """Return `Form.coefficients` of a module's form, as (H, M, C), or None if there are none."""
-    form = module.form(like)
-    values = None if form is None else form.coefficients(distances)
-    return None if values is None else values.expand(heads, -1, -1)
+def is_by_distance(module: ScoreModule, like: Tensor) -> bool:
+    """Return whether parameters of a module set numbers or vectors by distance, see `coefficients`."""
+    form = module.form(like) if list(module.parameters()) else None
+    return form is not None and form.coefficients(torch.arange(1, device=like.device)) is not None
+
+
+def coefficients(module: ScoreModule, like: Tensor, distances: Tensor, heads: int) -> Tensor:
+    """Return `Form.coefficients` of a module whose form has them, as (H, M, C)."""
+    values = form_of(module, like).coefficients(distances)
+    assert values is not None
+    return values.expand(heads, -1, -1)
 
 
 def target_of(module: ScoreModule, like: Tensor, sums: DistanceSums) -> Target:
@@ -212,67 +211,11 @@ class MeanRotation:
     def apply(self, heads: Tensor) -> None:
         """Rotate the rows of the projection for the heads that are True, bool (H,)."""
         pairs = self.factors.shape[1]
-        order = torch.arange(2 * pairs)
+        order, rotated = torch.arange(2 * pairs), heads.nonzero()
         real, imaginary = (order[::2], order[1::2]) if self.interleaved else (order[:pairs], order[pairs:])
-        tensors = [self.projection.weight] + ([] if self.projection.bias is None else [self.projection.bias])
-        for tensor in tensors:
+        for tensor in self.projection.parameters(recurse=False):
             rows = tensor.view(-1, self.size, *tensor.shape[1:])
-            for head in heads.nonzero()[:, 0].tolist():
-                factor = self.factors[head].to(tensor.device)
-                shape = (-1, *([1] * (tensor.ndim - 1)))
-                re, im = (each.view(shape) for each in (factor.real, factor.imag))
-                a, b = rows[head, real].double(), rows[head, imaginary].double()
-                rows[head, real] = (re * a - im * b).to(tensor.dtype)
-                rows[head, imaginary] = (im * a + re * b).to(tensor.dtype)
-
-
-def mean_factors(mass: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the mean rotation of each head and pair, complex (H, pairs) of magnitude 1 or less.
-
-    A pair of dimensions that turns by the angle `w` per token has the factor `sum_d m(d) e^(i w d)`. Here `m(d)` is the
-    share of the base's attention at distance `d`. On average, the base's rotation multiplies the product of a query's
-    and a key's pair by this factor.
-
-    Args:
-        mass: (H, T) attention weights of the base by distance.
-        cos: (T, pairs) cosines of the angles `w d`.
-        sin: (T, pairs) their sines.
-    """
-    share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-12)
-    return torch.complex(share @ cos, share @ sin)
-
-
-def mean_rotation_of(
-    base: BaseModel,
-    layer: int,
-    projection: nn.Linear,
-    rotary: nn.Module,
-    mass: Tensor,
-    layer_type: str | None,
-    rotated: Tensor | None = None,
-) -> MeanRotation | None:
-    """Return the mean rotation of a layer's heads, see `mean_factors`, or None if it is the identity.
-
-    Args:
-        base: the patched model.
-        layer: index of the layer.
-        projection: the module whose outputs are the layer's queries, see `Pair.projections`.
-        rotary: the base's rotary module.
-        mass: (H, T) attention weights of the base by distance.
-        layer_type: type of the layer, for a rotary module that takes it; otherwise None.
-        rotated: (H, pairs) bool, the pairs that the scheme rotates as the base does; None if there are none.
-    """
-    distances = torch.arange(mass.shape[1], device=mass.device)
-    layer_types = () if layer_type is None else (layer_type,)
-    angles = rotary(projection.weight.new_empty(0, dtype=torch.float32), distances[None], *layer_types)
-    cos, sin = (each[0].double() for each in by_pair(angles, base.family.rotation.angles))
-    # cos and sin may carry a factor (YaRN's). Queries and keys are both multiplied by it, so it counts twice.
-    factor = torch.hypot(cos[0], sin[0])
-    factors = mean_factors(mass, cos, sin)
-    if rotated is None:
-        factors = factors * factor
-    else:  # such a scheme leaves the factor on all pairs
-        factors = torch.where(rotated.to(factors.device), 1, factors / factor)
-    if torch.allclose(factors, torch.ones_like(factors)):  # the base is patched, and its rotary module rotates nothing
-        return None
-    return MeanRotation(projection, factors, base.sizes[layer].head_dim, base.rotation.pairs == "interleaved")
+            factors = self.factors.to(tensor.device)[rotated[:, 0]].view(-1, pairs, *[1] * (tensor.ndim - 1))
+            a, b = rows[rotated, real].double(), rows[rotated, imaginary].double()
+            rows[rotated, real] = (factors.real * a - factors.imag * b).to(tensor.dtype)
+            rows[rotated, imaginary] = (factors.imag * a + factors.real * b).to(tensor.dtype)

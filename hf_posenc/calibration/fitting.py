@@ -6,14 +6,15 @@ Parameters that a bias or vectors by distance are linear in are solved for. All 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..forms import Form, LinearVectors, is_one_of
-from ..modules import ScoreModule
+from ..core.forms import Form, LinearVectors, is_one_of
+from ..core.modules import ScoreModule
 from .closed_forms import WAVES, Target, coefficients, form_of, takes_queries
+from .pair import copied, put
 
 TAIL = 4
 """Windows of T tokens have T distances. A curve is fitted at `TAIL * T` distances. The target of those beyond T, the
@@ -57,27 +58,19 @@ def fit(module: ScoreModule, like: Tensor, targets: list[Target]) -> None:
         like: empty tensor with the device and dtype of the queries.
         targets: the targets of the layers that the module serves.
     """
-    wide_module = copy.deepcopy(module).double()
+    wide_module, wide = copy.deepcopy(module).double(), like.double()
     if not any(each.requires_grad for each in wide_module.parameters()):
         return
-    wide = like.double()
-    heads, seen, _ = targets[0].values.shape
-    problem = _problem(form_of(wide_module, wide), targets, wide.device)
+    form = form_of(wide_module, wide)
+    problem = _problem(form, targets)
     # Vectors keep the tail: without it they would diverge at greater distances.
-    problems = [problem] if takes_queries(wide_module.form(wide)) else [problem, problem.without_tail()]
-    for each in problems:
+    for each in [problem] if takes_queries(form) else [problem, problem.without_tail()]:
         if not _solve(wide_module, wide, each):
             _search(wide_module, wide, each)
-    initial = [each.detach().clone() for each in module.parameters()]
-    with torch.no_grad():
-        for parameter, fitted in zip(module.parameters(), wide_module.parameters(), strict=True):
-            parameter.copy_(fitted)
-        distances, _ = _fit_distances(form_of(wide_module, wide), seen, wide.device)
-        values = coefficients(module, like, distances, heads)
-        assert values is not None
-        if not torch.isfinite(values).all():  # the search diverged
-            for parameter, before in zip(module.parameters(), initial, strict=True):
-                parameter.copy_(before)
+    initial = copied(module.parameters())
+    put(zip(module.parameters(), wide_module.parameters(), strict=True))
+    if not torch.isfinite(coefficients(module, like, problem.distances, problem.wanted.shape[1])).all():
+        put(initial)  # the search diverged
 
 
 @dataclass(frozen=True)
@@ -100,24 +93,37 @@ class _Problem:
 
     def without_tail(self) -> _Problem:
         """Return the same problem at the distances of the windows alone."""
-        weights = self.weights[..., : self.seen]
+        seen, weights = self.seen, self.weights[..., : self.seen]
         weights = weights / weights.sum(-1, keepdim=True)
-        return replace(
-            self, distances=self.distances[: self.seen], wanted=self.wanted[..., : self.seen, :], weights=weights
-        )
+        return _Problem(self.distances[:seen], seen, self.wanted[..., :seen, :], weights, self.metric)
 
 
-def _problem(form: Form, targets: list[Target], device: torch.device) -> _Problem:
-    """Return the problem that a module of this form is fitted to, from the targets of the layers that it serves."""
-    seen = targets[0].values.shape[1]
-    distances, counts = _fit_distances(form, seen, device)
+def _problem(form: Form, targets: list[Target]) -> _Problem:
+    """Return the problem that a module of this form is fitted to, from the targets of the layers that it serves.
+
+    The tail has the mean coefficients of the last quarter of the windows' distances. For vectors made of waves, their
+    score also falls with the distance, see `FALL`. A few distances are enough for these in the tail, each of which
+    stands for several: the windows already determine the fast waves.
+    """
+    seen, device = targets[0].values.shape[1], targets[0].values.device
+    beyond = torch.arange(seen, TAIL * seen, device=device)
+    counts = torch.ones_like(beyond)
+    if is_one_of(form, WAVES):
+        ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
+        ends = torch.unique(ends.round().long())
+        beyond, counts = ends[:-1], ends.diff()
+    wanted = []
+    for each in targets:
+        tail = each.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
+        if each.last_factor is not None:
+            tail[..., -1] -= FALL * (beyond / seen).log() / each.last_factor[:, None]
+        wanted.append(torch.cat([each.values, tail], 1))
     weights = torch.stack([each.weights for each in targets])
-    tail_weights = weights.mean(-1, keepdim=True) * counts[seen:] * TAIL_WEIGHT
-    weights = torch.cat([weights, tail_weights], -1)
+    weights = torch.cat([weights, weights.mean(-1, keepdim=True) * counts * TAIL_WEIGHT], -1)
     return _Problem(
-        distances,
+        torch.cat([torch.arange(seen, device=device), beyond]),
         seen,
-        torch.stack([_with_tail(each, distances) for each in targets]),
+        torch.stack(wanted),
         weights / weights.sum(-1, keepdim=True),
         torch.stack([each.metric for each in targets]),
     )
@@ -134,12 +140,10 @@ def _solve(module: ScoreModule, like: Tensor, problem: _Problem) -> bool:
         problem: what to fit.
     """
     form, linear = form_of(module, like), module.linear_vectors(problem.distances, like)
-    if linear is None or not linear.weight.requires_grad:
+    if linear is None or not linear.weight.requires_grad or form.multiplies:
         return False
     if takes_queries(form):
         return _solve_vectors(form, linear, problem)
-    if form.multiplies:
-        return False
     _solve_bias(linear, problem)
     return True
 
@@ -242,9 +246,7 @@ def _search(module: ScoreModule, like: Tensor, problem: _Problem) -> None:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        present = coefficients(module, like, problem.distances, heads)
-        assert present is not None
-        error = present - problem.wanted
+        error = coefficients(module, like, problem.distances, heads) - problem.wanted
         if not form.multiplies:
             error = error - (weights[..., None] * error).sum(-2, keepdim=True)
         value = (weights * ((error @ problem.metric) * error).sum(-1)).sum()
@@ -254,31 +256,3 @@ def _search(module: ScoreModule, like: Tensor, problem: _Problem) -> None:
         return value
 
     optimizer.step(loss)
-
-
-def _fit_distances(form: Form, seen: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the distances that a form is fitted at, (M,), and how many distances each of them stands for.
-
-    The distances of the windows come first, then the tail. For vectors made of waves a few distances are enough in the
-    tail: the windows already determine the fast waves.
-    """
-    if is_one_of(form, WAVES):
-        ends = seen * REACH ** torch.linspace(0, 1, seen + 1, dtype=torch.float64, device=device)
-        beyond = torch.unique(ends.round().long())
-        distances = torch.cat([torch.arange(seen, device=device), beyond[:-1]])
-        return distances, torch.cat([torch.ones(seen, device=device), beyond.diff()])
-    return torch.arange(TAIL * seen, device=device), torch.ones(TAIL * seen, device=device)
-
-
-def _with_tail(target: Target, distances: Tensor) -> Tensor:
-    """Return the coefficients of a target, (H, M, C), continued beyond the distances of the windows.
-
-    The tail has the mean coefficients of the last quarter of the windows' distances. For vectors made of waves, their
-    score also falls with the distance, see `FALL`.
-    """
-    seen = target.values.shape[1]
-    beyond = distances[seen:]
-    tail = target.values[:, -max(1, seen // 4) :].mean(1, keepdim=True).repeat(1, len(beyond), 1)
-    if target.last_factor is not None:
-        tail[..., -1] -= FALL * (beyond / seen).log() / target.last_factor[:, None]
-    return torch.cat([target.values, tail], 1)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
-from ..did_you_mean import did_you_mean
-from ..modules import PositionModule
+from ..core.dtypes import compute_dtype
+from ..core.layer_state import on_decoder
+from ..core.modules import PositionModule
+from ..model.base_model import BaseModel
+from ..model.watch import Args, Kwargs, uncompiled
+from .checks import check_one_of, check_positive
 from .observe import attending
-from .output_error import add_gradients, add_output_gradients
-from .pair import Pair, mean_kl, parameters_of
+from .pair import Pair, mean_kl, parameters_of, put, requiring_grad
 from .state import StateFile
 
 WEIGHTS = ("scheme", "query_key", "adapter")
-
 
 LOSSES = ("attention", "outputs")
 """The losses that the second stage can lower."""
@@ -51,8 +54,6 @@ class Matching:
             layers below it do differently. `attention`: the KL divergence from the base's attention, where each layer
             reads the base's hidden states. None means `outputs`, and then `attention` if the model predicts worse after
             `outputs` by more than 0.01 nats; under `judge="attention"` it means `attention`.
-        lengths: lengths of the windows in tokens. Each length gets an equal share of the steps, in this order. The
-            windows of `tokens` are cut to it, so it must divide their length. None means uncut windows.
         seed: seed of the order of windows.
         state_file: file for the state of this stage, written whole or not at all. If the file exists, `calibrate`
             resumes from it and skips the first stage. The result is the same as without an interruption. None means
@@ -62,7 +63,7 @@ class Matching:
         on_step: function that is called after each step with its number, from 1, and the mean loss.
 
     Raises:
-        ValueError: for an unknown choice, a number out of range, or a field that would change nothing.
+        ValueError: for an unknown choice, or a number out of range.
     """
 
     weights: str | None = None
@@ -71,7 +72,6 @@ class Matching:
     rate: float = 2e-2
     weight_rate: float = 1e-3
     loss: str | None = None
-    lengths: Sequence[int] | None = None
     seed: int = 0
     state_file: str | os.PathLike[str] | None = None
     save_every: int = 25
@@ -79,35 +79,10 @@ class Matching:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        if self.weights is not None:
-            check_one_of("weights", self.weights, WEIGHTS)
-        if self.loss is not None:
-            check_one_of("loss", self.loss, LOSSES)
-        check_counts(steps=self.steps, batch_size=self.batch_size, save_every=self.save_every)
-        check_positive(rate=self.rate, weight_rate=self.weight_rate)
-        check_integers(seed=self.seed)
-        if self.weights == "scheme" and self.weight_rate != Matching.weight_rate:
-            raise ValueError("weight_rate changes nothing with weights='scheme': leave it out")
-        if self.state_file is None and self.save_every != Matching.save_every:
-            raise ValueError("save_every changes nothing without a state_file: leave it out")
-        if self.state_file is not None:
-            object.__setattr__(self, "state_file", Path(self.state_file))
-        if self.lengths is not None:
-            object.__setattr__(self, "lengths", tuple(self.lengths))
-            for length in self.lengths:
-                check_integers(lengths=length)
-            if not 0 < len(self.lengths) <= self.steps:
-                raise ValueError(
-                    f"{self.steps} steps cannot be divided among the {len(self.lengths)} lengths {self.lengths}"
-                )
-
-    def check_length(self, whole: int) -> None:
-        """Raise ValueError unless windows of `whole` tokens can be cut to all `lengths`."""
-        for length in self.lengths or ():
-            if length < 2 or whole % length:
-                raise ValueError(
-                    f"windows of {whole} tokens cannot be cut into windows of {length}: lengths must divide {whole}"
-                )
+        check_one_of("weights", self.weights or WEIGHTS[0], WEIGHTS)
+        check_one_of("loss", self.loss or LOSSES[0], LOSSES)
+        check_positive("integer", steps=self.steps, batch_size=self.batch_size, save_every=self.save_every)
+        check_positive("number", rate=self.rate, weight_rate=self.weight_rate)
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that the result depends on."""
@@ -120,20 +95,14 @@ class Matching:
             return (self.loss,)
         return ("outputs", "attention") if judge == "loss" else ("attention",)
 
-    def read(self, windows: int, processes: int) -> set[int]:
-        """Return the indices of all training windows that the steps of one trial read."""
-        generator = torch.Generator().manual_seed(self.seed)
-        return {i for _ in range(self.steps) for i in self.drawn(windows, processes, generator).flatten().tolist()}
-
-    def drawn(self, windows: int, processes: int, generator: torch.Generator) -> Tensor:
+    def drawn(self, windows: int, generator: torch.Generator) -> Tensor:
         """Draw the indices of the training windows of a step, (processes, batch_size)."""
-        return torch.randint(windows, (processes, self.batch_size), generator=generator)
+        return torch.randint(windows, (process_count(), self.batch_size), generator=generator)
 
-    def cut(self, step: int, tokens: Tensor) -> Tensor:
-        """Cut the windows (B, T) of a step, counted from 1, to the step's length: (B * T / length, length)."""
-        if self.lengths is None:
-            return tokens
-        return tokens.reshape(-1, self.lengths[(step - 1) * len(self.lengths) // self.steps])
+
+def process_count() -> int:
+    """Return the number of processes that calibrate together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def movable(pair: Pair, weights: str | None) -> Movable:
@@ -147,22 +116,15 @@ def movable(pair: Pair, weights: str | None) -> Movable:
         ValueError: if there are none.
     """
     scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
-    scheme_ids = {id(p) for p in scheme}
-    query_key = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in scheme_ids]
-    query_key = [p for p in query_key if weights == "query_key" or p.requires_grad]
+    scheme_ids, every = {id(p) for p in scheme}, weights == "query_key"
+    others = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in scheme_ids]
+    query_key = [p for p in others if every or p.requires_grad]
     if not scheme and not query_key:
         raise ValueError(f"weights={weights!r} leaves nothing to train: {pair.patch.name} has no parameters of its own")
     return scheme, query_key
 
 
-def match(
-    pair: Pair,
-    trained: Movable,
-    matching: Matching,
-    loss: str,
-    state: StateFile,
-    on_step: Callable[[int, float], None],
-) -> None:
+def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: StateFile, known: dict[str, Any]) -> None:
     """Match the attention of each layer to the base's by gradient steps.
 
     Args:
@@ -170,109 +132,151 @@ def match(
         trained: the parameters to train, from `movable`.
         matching: settings of the second stage.
         loss: one of `LOSSES`.
-        state: the state to resume from and to write.
-        on_step: function that is called after each step, see `Matching`.
+        file: the state file to write, and to resume from where it has content.
+        known: what else belongs into it.
     """
     parameters = [p for part in trained for p in part]
-    rates = (matching.rate, matching.weight_rate)
-    groups = [{"params": part, "lr": rate} for part, rate in zip(trained, rates, strict=True) if part]
-    optimizer = torch.optim.Adam(groups)
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    # Closed forms change more than is trained.
+    changeable = list(dict.fromkeys([*(p for p, _ in pair.initial_values.values()), *parameters]))
+    rates, rank = (matching.rate, matching.weight_rate), dist.get_rank() if dist.is_initialized() else 0
+    optimizer = torch.optim.Adam([{"params": part, "peak": r} for part, r in zip(trained, rates, strict=True) if part])
     generator = torch.Generator().manual_seed(matching.seed)
-    processes, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    done = state.step
-    state.restore(optimizer, generator)
-    if rank == 0 and done == 0:
-        state.save(0, optimizer, generator)
-    with _with_gradients(parameters), attending(pair.model, pair.base_model):
-        for step in range(done + 1, matching.steps + 1):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
-            order = matching.drawn(len(pair.train), processes, generator)
-            drawn = pair.train[order[rank].to(pair.train.device)]
-            add = add_output_gradients if loss == "outputs" else _add_attention_gradients
-            value = add(pair, matching.cut(step, drawn), parameters)
+
+    def save(step: int) -> None:
+        if rank == 0:
+            now = {"step": step, "optimizer": optimizer.state_dict(), "random": generator.get_state()}
+            file.save(known | now | {"values": [p.detach() for p in changeable]})
+
+    done = 0
+    if state := file.content:
+        done, file.content = state["step"], None  # the next trial begins anew
+        put(zip(changeable, state["values"], strict=True))
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["random"])
+    else:
+        save(0)
+    add = add_output_gradients if loss == "outputs" else _add_attention_gradients
+    steps = range(done + 1, matching.steps + 1)
+    bar = tqdm(steps, "calibrating", matching.steps, initial=done, unit="step", disable=not pair.progress)
+    with bar, ExitStack() as at_end, requiring_grad(parameters), attending(pair.model, pair.base_model):
+        at_end.callback(optimizer.zero_grad)
+        for step in bar:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
+            order = matching.drawn(len(pair.train), generator)
+            value = add(pair, pair.train[order[rank].to(pair.train.device)], parameters)
             for p, alone in pair.value_parts:
                 if p.grad is not None:
                     p.grad.masked_fill_(alone, 0.0)
-            if processes > 1:
-                _average(parameters, processes)
+            for p in parameters:
+                if p.grad is not None and process_count() > 1:
+                    dist.all_reduce(p.grad)
+                    p.grad /= process_count()
             optimizer.step()
             optimizer.zero_grad()
-            due = step % matching.save_every == 0 or step == matching.steps
+            bar.set_postfix({loss: f"{value:.3f}"}, refresh=False)
             try:
-                on_step(step, value)
+                if matching.on_step is not None:
+                    matching.on_step(step, value)
             except BaseException:
-                due = True
+                save(step)
                 raise
-            finally:
-                if rank == 0 and due:
-                    state.save(step, optimizer, generator)
-
-
-@contextmanager
-def _with_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let all parameters require gradients. Afterwards delete the gradients and restore `requires_grad`."""
-    frozen = [p for p in parameters if not p.requires_grad]
-    try:
-        for p in frozen:
-            p.requires_grad_(True)
-        yield
-    finally:
-        for p in frozen:
-            p.requires_grad_(False)
-        for p in parameters:
-            p.grad = None
-
-
-def _average(parameters: Sequence[nn.Parameter], processes: int) -> None:
-    """Average the gradients of parameters over all processes."""
-    for p in parameters:
-        if p.grad is not None:
-            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM)
-            p.grad /= 1 if p.is_cuda else processes
+            if step % matching.save_every == 0 or step == matching.steps:
+                save(step)
 
 
 def _add_attention_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter]) -> float:
     """Add the gradients of every layer's divergence on a batch, and return the mean divergence over layers."""
-    theirs, inputs = pair.layer_inputs(tokens)
+    theirs, call = pair.layer_calls(tokens)
     value = 0.0
-    for index, (hidden, arguments) in inputs.items():
-        loss = mean_kl(theirs[index].call, pair.call(index, hidden, arguments))
+    for index in pair.layers:
+        loss = mean_kl(theirs[index].call, call(index))
         if loss.requires_grad:
-            add_gradients(loss, parameters)
+            _add_gradients(loss, parameters)
         value += loss.item()
-    return value / len(inputs)
+    return value / len(pair.layers)
 
 
-def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless an argument has one of its choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}{did_you_mean(value, choices)}")
+def _add_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, retain_graph: bool = False) -> None:
+    """Add the gradients of a loss to those of parameters, of which it may depend on a few."""
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=retain_graph)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            p.grad = gradient if p.grad is None else p.grad + gradient
 
 
-def check_integers(**numbers: object) -> None:
-    """Raise ValueError unless all arguments are integers."""
-    for name, number in numbers.items():
-        if not isinstance(number, Integral) or isinstance(number, bool):
-            raise ValueError(f"{name} must be an integer, not {number!r}")
+def add_output_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter]) -> float:
+    """Add the gradients of every layer's output error on a batch, and return the mean error over layers.
+
+    The error is the mean squared error of the heads' outputs, relative to the mean square of the base's values. Each
+    layer of the patched model reads this model's own hidden states. Gradients are taken at each attention, as soon as
+    it is computed, and stop at the input of its layer. So no layer waits for those above it, and a layer makes good
+    what the layers below it do differently.
+
+    Args:
+        pair: a model and its base, within `attending`.
+        tokens: (B, T) windows.
+        parameters: parameters that require gradients.
+    """
+    with pair.as_base() as base:
+        wanted = _outputs_of_base(base, tokens, pair.layers)
+    modules, lenders = pair.base_model.modules, set(pair.lenders.values())
+    first = modules.layers[0] if on_decoder(modules.decoder).at_first else None
+    errors: list[float] = []
+
+    def enter(index: int, layer: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+        torch.set_grad_enabled(True)
+        if first is None or index == 0:
+            return None
+        # The hidden states hold the vectors of the input already, as constants: what is added has only a gradient.
+        vectors = first.get_submodule("posenc")(torch.arange(tokens.shape[1], device=tokens.device)[None])
+        change = vectors - vectors.detach()
+        if args:
+            return (args[0] + change.to(args[0]), *args[1:]), kwargs
+        hidden = kwargs["hidden_states"]
+        return args, kwargs | {"hidden_states": hidden + change.to(hidden)}
+
+    def leave(index: int, module: nn.Module, args: Args, outputs: Any) -> Any:
+        output, weights = outputs
+        if index in wanted:
+            base_output, square = wanted.pop(index)
+            dtype = compute_dtype(output)
+            error = (output.to(dtype) - base_output.to(dtype)).square().mean() / square
+            if error.requires_grad:
+                _add_gradients(error, parameters, retain_graph=index in lenders)
+            errors.append(error.item())
+        torch.set_grad_enabled(False)
+        return output.detach(), weights
+
+    with torch.no_grad(), uncompiled(), ExitStack() as hooks:
+        for index in pair.watched:
+            layer, module = modules.layers[index], modules.attention_of[index].get_submodule("posenc")
+            entered = layer.register_forward_pre_hook(partial(enter, index), prepend=True, with_kwargs=True)
+            hooks.callback(entered.remove)
+            hooks.callback(module.register_forward_hook(partial(leave, index)).remove)
+        pair.model.base_model(tokens, use_cache=False)
+    return sum(errors) / len(errors)
 
 
-def check_positive(**numbers: object) -> None:
-    """Raise ValueError unless all arguments are positive and finite numbers."""
-    for name, number in numbers.items():
-        if not isinstance(number, Real):
-            raise ValueError(f"{name} must be a number, not {number!r}")
-        if not 0 < float(number) < math.inf:
-            raise ValueError(f"{name} must be positive, not {number}")
+@torch.no_grad()
+def _outputs_of_base(base: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Run the base, and return layer index -> its heads' outputs, (B, T, H, V), and the mean square of its values.
 
+    The mean is over all processes. So the mean of the processes' errors is the error of all their windows.
+    """
+    found = {}
 
-def check_counts(**numbers: object) -> None:
-    """Raise ValueError unless all arguments are positive integers."""
-    check_integers(**numbers)
-    check_positive(**numbers)
+    def record(index: int, module: nn.Module, args: Args, outputs: Any) -> None:
+        square = args[0].value.to(compute_dtype(args[0].value)).square().mean()
+        if dist.is_initialized():
+            dist.all_reduce(square)
+            square /= process_count()
+        found[index] = outputs[0], square
 
-
-def check_given_counts(**numbers: object) -> None:
-    """Raise ValueError unless all arguments that are not None are positive integers."""
-    check_counts(**{name: number for name, number in numbers.items() if number is not None})
+    base_model = BaseModel.of(base)
+    with attending(base, base_model), ExitStack() as hooks:
+        for index in layers:
+            module = base_model.modules.attention_of[index].get_submodule("posenc")
+            hooks.callback(module.register_forward_hook(partial(record, index)).remove)
+        base.base_model(tokens, use_cache=False)
+    return found

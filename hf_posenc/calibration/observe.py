@@ -6,29 +6,26 @@ the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..attention_call import Call
 from ..checkpoints.config import stock_config
 from ..checkpoints.model_classes import model_class
-from ..errors import UnsupportedModelError
+from ..core.attention_call import Call
+from ..core.forms import Content
+from ..core.modules import owner_of
 from ..families.own_attention import Stock
-from ..forms import Content
-from ..live.base_model import BaseModel
-from ..live.our_attention import AttendThroughUs
-from ..live.undo import SetClass, Undo
-from ..live.watch import LayerCall, recorded
-from ..modules import owner_of
-from ..patching.changes import place
+from ..model.base_model import BaseModel
+from ..model.undo import SetClass, Undo
+from ..model.watch import LayerCall, caught, recorded
+from ..patching.changes import AttendThroughUs, place
 from ..patching.plan import Plan
 
 SCORES_AT_ONCE = 2**20
@@ -86,20 +83,6 @@ def parts(call: Call) -> Iterator[slice]:
         yield slice(start, min(start + rows, queries))
 
 
-def summed(call: Call, quantity: Callable[[slice], Tensor]) -> Tensor:
-    """Sum a quantity over all parts of the queries. If there are several parts, the backward pass recomputes them.
-
-    Args:
-        call: the call whose queries are split, see `parts`.
-        quantity: part of the queries -> its quantity.
-    """
-    pieces = list(parts(call))
-    total = call.query.new_zeros((), dtype=torch.float32)
-    for part in pieces:
-        total = total + (quantity(part) if len(pieces) == 1 else checkpoint(quantity, part, use_reentrant=False))
-    return total
-
-
 def with_table(call: Call) -> Call:
     """Return a call whose form has its table computed, once for all parts of the queries."""
     return call if call.form is None else replace(call, form=call.form.with_table(call.key.shape[2]))
@@ -113,23 +96,11 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
         part: slice of the queries.
         content: return `q . k` alone, without the scheme.
     """
-    wide = _queries(call, part)
+    # Queries and keys are the same tokens, and keys after the last query are invisible.
+    wide = call.cut(part, slice(0, part.stop)).widened()
     scores = wide.positions.mask(Content().scores(wide) if content else wide.scores())
     # A key is visible if its score is not masked. Positions alone do not say it: a scheme's heads may have windows.
     return Rows(scores, scores > torch.finfo(scores.dtype).min / 2, wide.sinks)
-
-
-def _queries(call: Call, part: slice) -> Call:
-    """Return the call for some queries and the keys up to the last of them, in at least float32, see `Call.widened`."""
-    keys = slice(0, part.stop)  # queries and keys are the same tokens, and later keys are invisible
-    return call.cut(part, keys).widened()
-
-
-class _StopForward(BaseException):
-    """Carry the call of an attention out of a running forward pass, and stop it."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
 
 
 def _with_form(module: nn.Module, call: Call) -> Call:
@@ -140,11 +111,16 @@ def _with_form(module: nn.Module, call: Call) -> Call:
 
 @contextmanager
 def attending(model: PreTrainedModel, base: BaseModel) -> Iterator[None]:
-    """Route all attention of a model, patched or stock, through the attention function of this package."""
+    """Route all attention of a model, patched or stock, through the attention function of this package.
+
+    Raises:
+        UnsupportedModelError: if the model attends by a function of its own.
+    """
+    base.require_equal_attention("observe its scores")
     undo = Undo()
     try:
         if base.hides_attention:  # a patch without schemes makes the calls visible and keeps the base's positions
-            undo.apply(*place(Plan(replace(base, keeps_table=base.has_table), (), "auto")).pending)
+            undo.apply(*place(Plan(base, (), "auto")).pending)
             if base.positions_in_mask:
                 decoder = base.model.base_model
                 undo.apply(SetClass(decoder, model_class(type(decoder), stock_config(decoder.config))))
@@ -179,40 +155,16 @@ def observe(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> di
     base = BaseModel.of(model)
     calls: dict[int, Call] = {}
 
-    def record(index: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            calls[index] = _with_form(module, args[0])
-
-        return hook
+    def record(index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        calls[index] = _with_form(module, args[0])
 
     with attending(model, base), ExitStack() as hooks:
         for index in layers:
             module: Any = base.modules.attention_of[index].posenc
-            hooks.callback(module.register_forward_pre_hook(record(index)).remove)
+            hooks.callback(module.register_forward_pre_hook(partial(record, index)).remove)
         entered = hooks.enter_context(recorded(base.modules.layers))
         model.base_model(tokens, use_cache=False)
     return {index: Observed(entered[index], calls[index]) for index in layers}
-
-
-@torch.no_grad()
-def observe_again(model: PreTrainedModel, layers: Mapping[int, LayerCall]) -> dict[int, Observed]:
-    """Return what `observe` returns, from the calls of the layers in an earlier pass within `attending`.
-
-    Only the queries, keys and values of each layer are computed, because the hidden states are known.
-
-    Args:
-        model: a patched or stock model, in evaluation mode.
-        layers: layer index -> its call.
-    """
-    base = BaseModel.of(model)
-    with attending(model, base):
-        return {
-            index: Observed(
-                each,
-                attention_call(base.modules.layers[index], base.modules.attention_of[index], each.hidden_states, each),
-            )
-            for index, each in layers.items()
-        }
 
 
 def attention_call(layer: nn.Module, attention: Stock, hidden_states: Tensor, arguments: LayerCall) -> Call:
@@ -224,15 +176,6 @@ def attention_call(layer: nn.Module, attention: Stock, hidden_states: Tensor, ar
         hidden_states: (B, T, E) input of the layer.
         arguments: arguments of the layer besides the hidden states.
     """
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        raise _StopForward(_with_form(module, args[0]))
-
-    handle = attention.posenc.register_forward_pre_hook(hook)
-    try:
-        layer(hidden_states, *arguments.args, **arguments.kwargs)
-    except _StopForward as stop:
-        return stop.call
-    finally:
-        handle.remove()
-    raise UnsupportedModelError(f"{type(layer).__name__} never called its attention")
+    module = attention.posenc
+    (call, *_), _ = caught(module, lambda: layer(hidden_states, *arguments.args, **arguments.kwargs))
+    return _with_form(module, call)

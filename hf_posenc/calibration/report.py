@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from textwrap import fill
-from typing import Any
 
 from torch import Tensor
 
+from ..core.measurement import Result
 from .candidates import CANDIDATES
+from .checks import NOISE
 
 NOTHING = "nothing"
 """`Calibration.kept` where nothing predicted better than the plain swap."""
@@ -17,20 +18,12 @@ NOTHING = "nothing"
 REPORT_WIDTH = 88
 """Columns of the printed report."""
 
-CLOSER = 0.9
-"""The report advises `share_layers=False` if it brings the mean divergence below this share of the present one."""
-
-TRIAL_NAMES = {
-    "heads": "closed forms chosen head by head",
-    "closed_form": "the best closed forms",
-    "attention": "matching attention",
-    "outputs": "matching outputs",
-}
-"""Key of `Calibration.put_back` -> its words in the report."""
+LITTLE = 0.1
+"""The report gives advice if a calibration wins less than this share of the loss that the swap cost."""
 
 
 @dataclass(frozen=True)
-class HeldOutLoss:
+class HeldOutLoss(Result):
     """Mean loss of the next token on the held-out windows, in nats.
 
     Attributes:
@@ -47,11 +40,11 @@ class HeldOutLoss:
 
     def __str__(self) -> str:
         """Return the four numbers with their names."""
-        return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in asdict(self).items())
+        return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in vars(self).items())
 
 
 @dataclass(frozen=True)
-class LayerFit:
+class LayerFit(Result):
     """What a calibration changed in one layer. Divergences are measured on the held-out windows.
 
     Attributes:
@@ -76,14 +69,9 @@ class LayerFit:
     scheme_curve: Tensor | None
     multiplies: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as values for JSON."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)} | {"chosen": list(self.chosen)}
-        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
-
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Result):
     """The report of `calibrate`. It prints as a table.
 
     Attributes:
@@ -95,8 +83,7 @@ class Calibration:
             second stage lowered; or `nothing`, if the model is the plain swap.
         judge: the measure that decided, `loss` or `attention`, see `calibrate`.
         put_back: name of a stage or trial that the judge took back -> its held-out loss in nats.
-        apart: mean divergences of the closed forms with modules that layers share, and with one module for each layer
-            (`share_layers=False`). None if no layers share a module.
+        fixed: names of the schemes whose parameters are fixed (`trainable=False`), so that nothing in them is fitted.
     """
 
     scheme: str
@@ -106,7 +93,7 @@ class Calibration:
     kept: str
     judge: str = "loss"
     put_back: Mapping[str, float] = field(default_factory=dict)
-    apart: tuple[float, float] | None = None
+    fixed: tuple[str, ...] = ()
 
     def unexpressed(self, least: float = 0.1) -> tuple[int, ...]:
         """Return the layers in which no stage brought the mean divergence below `least`, in nats per query and head.
@@ -115,24 +102,27 @@ class Calibration:
         """
         return tuple(each.index for each in self.layers if min(each.closed.mean(), each.after.mean()).item() >= least)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as values for JSON."""
-        return {
-            "scheme": self.scheme,
-            "tokens": self.tokens,
-            "held_out_loss": asdict(self.held_out_loss),
-            "kept": self.kept,
-            "judge": self.judge,
-            "put_back": dict(self.put_back),
-            "apart": None if self.apart is None else list(self.apart),
-            "layers": [each.to_dict() for each in self.layers],
-        }
+    def advice(self) -> str:
+        """Return what to try after a calibration that won little held-out loss; an empty string if it won more."""
+        losses = self.held_out_loss
+        won, lost = losses.swapped - losses.calibrated, losses.swapped - losses.base
+        if won >= max(NOISE, LITTLE * lost):
+            return ""
+        found = (
+            f"calibration won {'nothing' if won < NOISE else 'little'}: held-out loss {losses.calibrated:.3f} nats, "
+            f"{losses.swapped:.3f} before, {losses.base:.3f} of the base"
+        )
+        if lost < NOISE:
+            return found
+        names = " and ".join(self.fixed)
+        first = f"with trainable=True, so that {names} can be fitted, or " if names else ""
+        return f"{found}. Patch again {first}with another scheme, or with fewer layers (layers=)"
 
     def remarks(self) -> list[str]:
-        """Return sentences about trials that were taken back, and advice on the patch."""
+        """Return sentences about trials that were taken back, and about what was matched."""
         sentences = []
         if self.put_back:
-            tried = ", ".join(f"{TRIAL_NAMES[name]} ({loss:.3f} nats)" for name, loss in self.put_back.items())
+            tried = ", ".join(f"{name.replace('_', ' ')} ({loss:.3f} nats)" for name, loss in self.put_back.items())
             why = "it predicted no better" if self.judge == "loss" else "attention came no closer"
             sentences.append(f"Taken back, because {why}: {tried}.")
         if self.kept == "outputs" and any(each.after.mean() > each.closed.mean() for each in self.layers):
@@ -140,19 +130,13 @@ class Calibration:
                 "What the heads read was matched, not their attention. So the divergence can end above that of the "
                 "closed forms."
             )
-        if self.kept == NOTHING:
-            sentences.append("Nothing predicted better than the plain swap: the model is as it was.")
-        if self.apart is not None and self.apart[1] < CLOSER * self.apart[0]:
-            together, apart = self.apart
-            sentences.append(
-                "All layers share the scheme's parameters. With separate parameters (share_layers=False) closed "
-                f"forms reach a divergence of {apart:.3f} nats instead of {together:.3f}: patch again with that option."
-            )
         return sentences
 
     def __str__(self) -> str:
-        """Return the losses, a table of the layers' mean divergences, and the remarks."""
+        """Return the advice, if there is any, the losses, a table of the layers' mean divergences, and the remarks."""
+        advice = self.advice()
         lines = [
+            *([fill(f"{self.scheme}: {advice}", REPORT_WIDTH, subsequent_indent="    ")] if advice else []),
             f"{self.scheme}: calibrated with {self.tokens:,} tokens; kept: {self.kept.replace('_', ' ')}",
             f"  held-out loss (nats): {self.held_out_loss}",
             "  divergence of the attention from the base's, in nats per query:",

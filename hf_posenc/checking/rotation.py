@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .fingerprint import LayerTurning, Turning
-from .promises import Promise
-from .report import Outcome
+from .fingerprint import EXACT, LayerTurning, Turning, close
+from .report import Outcome, in_words, joined
+from .subject import Promise, Subject
 
-EXACT = 2e-3
-"""Relative difference up to which two frequencies are the same."""
+TIGHT = 1e-4
+"""The same where frequencies are compared that roundings changed."""
+
+FAST = 1e-3
+"""Radians per token from which a pair shows that it is a token ahead."""
+
+_Problem = tuple[str, str, float]
+"""Question, what was found, number."""
 
 
-def describe_turning(turning: Turning) -> str:
+def describe_turning(turning: Turning, of: str = " of each head") -> str:
     """Return a rotation in words: how many pairs turn, their layout, base and frequencies."""
     if turning.odd:
-        return f"{len(turning.odd)} of {turning.size} dimensions of each head change with the position, but do not turn"
+        return f"{len(turning.odd)} of {turning.size} dimensions{of} change with the position, but do not turn"
     if not turning.pairs:
-        return "queries and keys do not turn"
+        return "no pair turns"
+    direction = ", backwards" if bool((turning.frequencies.sum(0) < 0).all()) else ""
     frequencies = turning.frequencies.abs().amax(0)
     share = 200 * len(turning.pairs) / turning.size
     layout = "" if turning.layout is None else f", layout {turning.layout}"
@@ -28,9 +36,17 @@ def describe_turning(turning: Turning) -> str:
     base = "" if theta is None or turning.zero else f", base {_rounded(theta)}"
     zero = f" ({len(turning.zero) // 2} are zero in all heads)" if turning.zero else ""
     return (
-        f"{len(turning.pairs)} of {turning.size // 2} pairs of each head turn ({share:.0f} %){zero}{layout}{base}, by "
-        f"{frequencies.max():.3g} to {frequencies.min():.3g} radians per token"
+        f"{len(turning.pairs)} of {turning.size // 2} pairs{of} turn ({share:.0f} %){zero}{layout}{direction}"
+        f"{base}, by {frequencies.max():.3g} to {frequencies.min():.3g} radians per token"
     )
+
+
+def _head_by_head(turning: Turning) -> str:
+    """Return in words how heads turn that differ."""
+    heads: dict[str, list[int]] = {}
+    for head, each in enumerate(turning.heads):
+        heads.setdefault(describe_turning(each, ""), []).append(head)
+    return "; ".join(f"{in_words(numbers, 'head')}: {words}" for words, numbers in heads.items())
 
 
 def _rounded(theta: float) -> str:
@@ -48,90 +64,103 @@ def base_of(frequencies: Tensor) -> float | None:
     return base.item() if torch.allclose(formula, frequencies, rtol=1e-2, atol=0) else None
 
 
-def close(measured: Tensor, wanted: Tensor, precision: float) -> Tensor:
-    """Return for each frequency whether it is as wanted, up to what a fingerprint can tell."""
-    return (measured - wanted).abs() <= EXACT * wanted.abs() + precision
-
-
-def same(measured: Tensor, wanted: Tensor, precision: float) -> bool:
+def same(measured: Tensor, wanted: Tensor, precision: float, exact: float = EXACT) -> bool:
     """Return whether all frequencies are as wanted, up to what a fingerprint can tell."""
-    return measured.shape == wanted.shape and bool(close(measured, wanted, precision).all())
+    return measured.shape == wanted.shape and bool(close(measured, wanted, precision, exact).all())
 
 
-def rotation_outcomes(
-    turnings: Mapping[int, LayerTurning], promised: Callable[[int], Promise | None] | None, *, by_family: bool
-) -> Iterator[Outcome]:
-    """Yield the rotation of the layers, and every difference from the config.
+def rotation_outcomes(subject: Subject, turnings: Mapping[int, LayerTurning]) -> Iterator[Outcome]:
+    """Yield the rotation of the layers, and every difference of a stock model from its config.
 
     Args:
+        subject: the model.
         turnings: layer index -> how it turns, within the trained length.
-        promised: layer index -> the rotation that the config asks for; None if nothing is asked of the layers.
-        by_family: whether a family says which layers turn. Otherwise an unrotated layer may be intended.
     """
-    problems: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
-    agreeing: dict[str, list[int]] = {}
-    unseen = []
+    by_family = subject.base is not None  # otherwise an unrotated layer may be intended
+    outcomes, unseen = [], []
     turns = any(turning.keys.pairs for turning in turnings.values())
     for layer, turning in turnings.items():
-        promise = None if promised is None else promised(layer)
-        asked = by_family or (promise is not None and (bool(turning.keys.pairs) or not turns))
-        found = [] if promised is None or not asked else list(_problems(turning, promise))
-        for about, words, number, advice in found:
-            problems.setdefault((about, words, advice), []).append((layer, number))
-        if not found:
-            agrees = ", as the config says" if promised is not None and asked else ""
-            agreeing.setdefault(describe_turning(turning.queries) + agrees, []).append(layer)
+        promise = None if subject.patch else subject.promised(layer, turning.keys.size)
+        asked = not subject.patch and (by_family or (promise is not None and bool(turning.keys.pairs or not turns)))
+        if asked and (problem := _problem(turning, promise)) is not None:
+            about, found, number = problem
+            outcomes.append((layer, Outcome(about, False, found, number)))
+        else:
+            found = describe_turning(turning.queries) + (", as the config says" if asked else "")
+            outcomes.append((layer, Outcome("rotation", True, found, float(len(turning.queries.pairs)))))
         if by_family and promise is not None and promise.layout is None:
-            unseen.append(layer)
-    for (about, words, advice), cases in problems.items():
-        layers = [layer for layer, _ in cases]
-        yield Outcome(about, False, f"{layers_in_words(layers)}: {words}", max(number for _, number in cases), advice)
-    for words, layers in agreeing.items():
-        pairs = float(len(turnings[layers[0]].queries.pairs))
-        yield Outcome("rotation", True, f"{layers_in_words(layers)}: {words}", pairs)
-    if unseen:
-        reason = "which dimensions of the projections are a pair: queries and keys of this model type do not show it"
-        yield Outcome("layout", None, f"{layers_in_words(unseen)}: {reason}")
+            reason = "which dimensions of the projections are a pair: queries and keys do not show it here"
+            unseen.append((layer, Outcome("layout", None, reason)))
+    reason = (
+        f"queries and keys could not be seen under {subject.config._attn_implementation or 'eager'}: load the model "
+        "with attn_implementation='sdpa' or 'eager' (or the layer has no attention of queries and keys)"
+    )
+    layers = range(len(subject.layers)) if subject.base is None else subject.base.sizes
+    hidden = [(layer, Outcome("rotation", None, reason)) for layer in layers if layer not in turnings]
+    yield from joined([*outcomes, *unseen, *hidden])
 
 
-def layers_in_words(layers: list[int]) -> str:
-    """Return `layer 3`, `layers 0 to 7` or `layers 0, 2, 5`."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
-        return f"layers {layers[0]} to {layers[-1]}"
-    return f"layers {', '.join(map(str, layers))}"
+def _is_rounded(turning: Turning, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether frequencies are those wanted in half precision, which is coarser than `EXACT`."""
+    measured, rounded = turning.frequencies.abs().amax(0), wanted.to(dtype).double()
+    tight = partial(same, measured, precision=turning.precision, exact=TIGHT)
+    return not tight(_seen(wanted, turning)) and tight(_seen(rounded[rounded > 0], turning))
 
 
-_Problem = tuple[str, str, float, str]
-"""About, what was found, number, advice."""
-
-
-def _problems(turning: LayerTurning, promise: Promise | None) -> Iterator[_Problem]:
-    """Yield the first difference between a layer's rotation and what the config asks for."""
-    queries, keys = turning.queries, turning.keys
-    for name, side in (("queries", queries), ("keys", keys)):
+def _problem(turning: LayerTurning, promise: Promise | None) -> _Problem | None:
+    """Return the first difference between a layer's rotation and what the config asks for."""
+    sides = {"queries": turning.queries, "keys": turning.keys}
+    for name, side in sides.items():
         if side.odd:
-            yield (
-                "rotation",
-                f"{len(side.odd)} of {side.size} dimensions of the {name} change with the position, but not as pairs "
-                "that turn",
-                float(len(side.odd)),
-                "compare the class's rotation with that of the stock class, line by line",
-            )
-            return
-    if not _turn_alike(queries, keys):
-        yield (
-            "rotation",
-            f"queries and keys turn differently. Queries: {describe_turning(queries)}. Keys: {describe_turning(keys)}",
-            float(len(set(queries.pairs) ^ set(keys.pairs))),
-            "give queries and keys the same cosines and sines: otherwise scores depend on the absolute position",
-        )
-    elif queries.heads_differ or keys.heads_differ:
-        advice = "give all heads the same cosines and sines"
-        yield "rotation", "the heads of a layer turn by different frequencies", float(len(keys.pairs)), advice
-    else:
-        yield from _against(keys, promise)
+            of = f"{len(side.odd)} of {side.size} dimensions of the {name}"
+            return "rotation", f"{of} change with the position, but not as pairs that turn", float(len(side.odd))
+    for name, side in sides.items():
+        if side.heads:
+            words = f"the heads of the {name} turn differently. {_head_by_head(side).capitalize()}"
+            return "rotation", words, float(len(side.heads))
+    if not _turn_alike(turning.queries, turning.keys):
+        words = ". ".join(f"{name.capitalize()}: {describe_turning(side)}" for name, side in sides.items())
+        count = len(set(turning.queries.pairs) ^ set(turning.keys.pairs))
+        return "rotation", f"queries and keys turn differently. {words}", float(count)
+    problem = _against(turning.keys, promise)
+    return _at_start(turning, promise) if promise is not None and problem is None else problem
+
+
+def _at_start(turning: LayerTurning, promise: Promise) -> _Problem | None:
+    """Return what is wrong with queries and keys that turn by the right frequencies, as a token at position 0 shows."""
+    bent = [name for name, side in (("queries", turning.queries), ("keys", turning.keys)) if side.rescaled]
+    if promise.rescaled is False and bent:
+        words = f"weights multiply the dimensions of the {' and '.join(bent)} after they turn, other ones within a pair"
+        return "norm", words, float(len(bent))
+    if turning.first is None:
+        return None
+    queries = _beginning(turning, turning.first[0], turning.queries, promise.factor)
+    keys = _beginning(turning, turning.first[1], turning.keys, promise.factor)
+    if queries is None or keys is None:
+        return None
+    if (ahead := queries[0] - keys[0]) != 0:
+        where = f"{abs(ahead)} token{'s' if abs(ahead) > 1 else ''} {'ahead of' if ahead > 0 else 'behind'}"
+        return "offset", f"queries turn as if they were {where} the keys of the same position", float(ahead)
+    if (missing := promise.factor**2 / (queries[1] * keys[1])) != 1:
+        effect = f"has no effect: scores should be {missing:.3g} times as large"
+        return "scaling", f"the attention factor of the config's scaling, {promise.scaling}, {effect}", missing
+    return None
+
+
+def _beginning(layer: LayerTurning, states: Tensor, turning: Turning, factor: float) -> tuple[int, float] | None:
+    """Return by how many tokens and by which factor the states at position 0 differ from what was not turned yet.
+
+    The factor is the given one or 1. None means that it cannot be told, for example because a norm follows.
+    """
+    fast = (turning.frequencies.abs().amin(0) >= FAST).nonzero().flatten().tolist()
+    first, second = (states[:, [turning.pairs[number][side] for number in fast]] for side in (0, 1))
+    for tokens in (0, 1, -1, 2, -2):
+        angles = -tokens * turning.frequencies[:, fast]
+        turned = [first * angles.cos() - second * angles.sin(), first * angles.sin() + second * angles.cos()]
+        for each in (factor, 1.0):
+            if layer.holds(torch.stack(turned) / each):
+                return tokens, each
+    return None
 
 
 def _turn_alike(queries: Turning, keys: Turning) -> bool:
@@ -146,58 +175,34 @@ def _turn_alike(queries: Turning, keys: Turning) -> bool:
     return True
 
 
-def _against(turning: Turning, promise: Promise | None) -> Iterator[_Problem]:
-    """Yield the first difference between a rotation and what the config asks for."""
+def _against(turning: Turning, promise: Promise | None) -> _Problem | None:
+    """Return the first difference between a rotation and what the config asks for."""
     words, count = describe_turning(turning), float(len(turning.pairs))
     if promise is None:
-        if turning.pairs:
-            yield (
-                "unrotated layer",
-                f"the config says that this layer is not rotated, but {words}",
-                count,
-                "skip the rotation where the config says so, as the stock class does; or correct the config if the "
-                "model was trained this way",
-            )
-        return
-    wanted = promise.frequencies(promise.original_length)
+        found = f"the config says that this layer is not rotated, but {words}"
+        return ("unrotated layer", found, count) if turning.pairs else None
+    wanted = promised = promise.frequencies()
     if not turning.pairs:
-        yield (
-            "rotation",
-            f"the config asks for {len(wanted)} turning pairs, but {words}",
-            count,
-            "apply the rotary embedding to queries and keys, or pass position_ids on to the layers",
-        )
-        return
-    signs = turning.frequencies.sign()
+        return "rotation", f"the config asks for {len(wanted)} turning pairs, but {words}", count
     measured = turning.frequencies.abs().amax(0)
-    wanted = _seen(wanted, turning)
+    rounded = _is_rounded(turning, promised, promise.dtype)
     if len(measured) != len(wanted):
-        yield (
-            "share",
-            f"{len(measured)} pairs of each head turn, the config asks for {len(wanted)}",
-            count,
-            "turn the share of each head that partial_rotary_factor (or rotary_dim) of the config says",
-        )
-        return
+        wanted = _seen(wanted, turning)
+    if len(measured) != len(wanted) and not rounded:
+        return "share", f"{len(measured)} pairs of each head turn, the config asks for {len(wanted)}", count
     if None not in (turning.layout, promise.layout) and turning.layout != promise.layout:
-        yield (
-            "layout",
-            f"the pairs that turn are {turning.layout}, the model type's are {promise.layout}",
-            count,
-            "rotate by the model type's layout, or reorder the rows of the query and key projections when converting "
-            "weights",
-        )
-        return
+        return "layout", f"the pairs that turn are {turning.layout}, the model type's are {promise.layout}", count
+    first = promise.first_pair
+    if promise.layout is not None and turning.pairs[0] != first and {*turning.zero}.isdisjoint(first):
+        where = f"of the dimensions {turning.pairs[0]}, the model type's of {first}"
+        return "share", f"the first pair that turns is {where}", count
+    signs = turning.frequencies.sign()
     if promise.backwards is not None and bool((signs == (1 if promise.backwards else -1)).any()):
-        yield (
-            "direction",
-            "pairs turn in the other direction than those of the model type",
-            count,
-            "give the sines the sign of the stock class, or swap the dimensions of each pair when converting weights",
-        )
-        return
-    if not same(measured, wanted, turning.precision):
-        yield _other_frequencies(measured, wanted, promise, turning)
+        way = "forwards" if promise.backwards else "backwards"
+        return "direction", f"pairs turn {way}, those of the model type the other way", count
+    if rounded or same(measured, wanted, turning.precision):
+        return None
+    return _other_frequencies(measured, wanted, promise, turning)
 
 
 def _seen(wanted: Tensor, turning: Turning) -> Tensor:
@@ -214,68 +219,48 @@ def _seen(wanted: Tensor, turning: Turning) -> Tensor:
     return wanted[seen] if 0 < lost <= len(turning.zero) // 2 and int(seen.sum()) == len(measured) else wanted
 
 
+def _off(measured: Tensor, wanted: Tensor) -> float:
+    """Return the largest relative difference of two lists of frequencies; NaN if they have not the same length."""
+    return ((measured - wanted).abs() / wanted).max().item() if len(measured) == len(wanted) else float("nan")
+
+
 def _other_frequencies(measured: Tensor, wanted: Tensor, promise: Promise, turning: Turning) -> _Problem:
-    off = ((measured - wanted).abs() / wanted).max().item()
-    scaling, theta = promise.scaling, base_of(measured)
+    """Say how frequencies differ from those of the config."""
+    off, scaling, theta = _off(measured, wanted), promise.scaling, base_of(measured)
+    one_is_off = f"one frequency is off by {off:.3g} times its value"
     if scaling != "default" and same(measured, _seen(promise.unscaled(), turning), turning.precision):
-        return (
-            "scaling",
-            f"the scaling of the config, {scaling}, has no effect: pairs turn as without it, by the base "
-            f"{_rounded(promise.theta)}; one frequency is off by {off:.3g} times its value",
-            off,
-            "make the rotary embedding from config.rope_parameters, and check that your release reads them under this "
-            "name (older ones read rope_scaling)",
-        )
+        effect = f"has no effect: pairs turn as without it, by the base {_rounded(promise.theta)}"
+        return "scaling", f"the scaling of the config, {scaling}, {effect}; {one_is_off}", off
+    if _is_rounded(turning, wanted, torch.bfloat16):
+        return "frequencies", f"the frequencies of the config, rounded to bfloat16: {one_is_off}", off
     if theta is not None and scaling == "default" and abs(measured[0] - 1) < EXACT:
-        return (
-            "base",
-            f"the frequencies have the base {_rounded(theta)}, the config says rope_theta {_rounded(promise.theta)}",
-            theta,
-            "use the rope_theta that the weights were trained with, in the code and in the config",
-        )
-    return (
-        "frequencies",
-        f"the frequencies are not those of the config ({scaling}, base {_rounded(promise.theta)}): one is off by "
-        f"{off:.3g} times its value",
-        off,
-        "compute them as transformers' ROPE_INIT_FUNCTIONS do, or correct rope_parameters in the config",
-    )
+        found = f"the frequencies have the base {_rounded(theta)}, the config says rope_theta {_rounded(promise.theta)}"
+        return "base", found, theta
+    asked = f"those of the config ({scaling}, base {_rounded(promise.theta)})"
+    return "frequencies", f"the frequencies are not {asked}: {one_is_off}", off
 
 
-def beyond_outcomes(
-    turnings: Mapping[int, LayerTurning], promised: Callable[[int], Promise | None], length: int
-) -> Iterator[Outcome]:
+def beyond_outcomes(subject: Subject, turnings: Mapping[int, LayerTurning], length: int) -> Iterator[Outcome]:
     """Yield whether a scaling that depends on the length takes effect beyond the original length.
 
     Args:
+        subject: the model.
         turnings: layer index -> how it turns in a sequence of `length` tokens.
-        promised: layer index -> the rotation that the config asks for.
         length: number of tokens, as positions count them.
     """
-    problems: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    compared = False
+    problems, compared = [], False
     for layer, turning in turnings.items():
-        promise = promised(layer)
-        if promise is None or not promise.depends_on_length or turning.keys.odd:
+        keys, promise = turning.keys, subject.promised(layer, turning.keys.size)
+        if promise is None or not promise.depends_on_length or keys.odd:
             continue
         compared = True
-        measured = turning.keys.frequencies.abs().amax(0)
-        wanted = _seen(promise.frequencies(length), turning.keys)
-        precision = turning.keys.precision
-        if same(measured, wanted, precision):
-            continue
-        unchanged = same(measured, _seen(promise.frequencies(promise.original_length), turning.keys), precision)
-        off = ((measured - wanted).abs() / wanted).max().item() if len(measured) == len(wanted) else float("nan")
-        words = "has no effect there" if unchanged else "gives other frequencies there than transformers' function"
-        problems.setdefault((promise.scaling, words), []).append((layer, off))
-    for (scaling, words), cases in problems.items():
-        yield Outcome(
-            "scaling",
-            False,
-            f"{layers_in_words([layer for layer, _ in cases])}: at {length} tokens, beyond the original length, the "
-            f"scaling of the config, {scaling}, {words}",
-            max(off for _, off in cases),
-            "compute the frequencies anew when a sequence grows, as transformers' dynamic_rope_update does",
-        )
+        measured, wanted = keys.frequencies.abs().amax(0), _seen(promise.frequencies(length), keys)
+        if not same(measured, wanted, keys.precision):
+            unchanged = same(measured, _seen(promise.frequencies(), keys), keys.precision)
+            effect = "has no effect there" if unchanged else "gives other frequencies there than transformers' function"
+            where = f"at {length} tokens, beyond the original length"
+            found = f"{where}, the scaling of the config, {promise.scaling}, {effect}"
+            problems.append((layer, Outcome("scaling", False, found, _off(measured, wanted))))
+    yield from joined(problems)
     if compared and not problems:
         yield Outcome("scaling", True, f"the scaling takes effect beyond the original length: seen at {length} tokens")

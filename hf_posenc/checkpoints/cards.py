@@ -1,53 +1,52 @@
-"""Model cards of checkpoints, as Markdown with a YAML head."""
+"""Model cards of checkpoints, as Markdown with a YAML head, with values escaped so that they show as they are."""
 
 from __future__ import annotations
 
 import json
+import re
 
 from huggingface_hub import ModelCardData
 
-from ..registry import scheme_class
+from ..core.registry import scheme_class
+from ..core.version import INSTALL
 from ..schemes.base import EVERY_SCHEME
-from ..version import INSTALL
-from .headers import JsonObject
-from .markdown import code, plain
+from .files import JsonObject
 from .scheme_entry import ENTRY, LOSSES, VERSION_KEY, read_calibration, read_schemes
 
 LIBRARY = "hf_posenc"
 """The `library_name` of our checkpoints on the Hub, and one of their tags."""
 
 
-def card(config: JsonObject, base_model: str | None = None) -> str:
+def card(config: JsonObject) -> str:
     """Return a model card: metadata, a description of the schemes and their calibration, and how to load the model.
 
     Args:
         config: contents of the checkpoint's config.json.
-        base_model: Hub id of the stock checkpoint, if it has one.
 
     Returns:
         Markdown with a YAML head.
     """
     entry, base = config[ENTRY], config["model_type"].removeprefix("posenc_")
     schemes = read_schemes(entry)
-    card_metadata = metadata(entry)
-    card_metadata.base_model = base_model
     names = " and ".join(plain(scheme["scheme"]) for scheme in schemes)
-    spans = " and ".join(code(scheme["scheme"]) for scheme in schemes)
-    about = "\n\n".join(_describe_scheme(scheme) for scheme in schemes)
-    in_some_layers = " in some layers" if all(scheme.get("layers") is not None for scheme in schemes) else ""
+    about = ""
+    for scheme in schemes:
+        sentence = (scheme_class(scheme["scheme"]).__doc__ or "").strip().split("\n")[0]
+        about += f"{code(scheme['scheme'])}: {sentence}\n\n{hyperparameter_table(scheme)}\n\n"
+    calibrated = "not calibrated"
+    if (calibration := read_calibration(entry)) is not None:
+        calibrated = f"calibrated to its base {plain(describe_calibration(calibration))}"
     return f"""---
-{card_metadata.to_yaml()}
+{metadata(entry).to_yaml()}
 ---
 
 # {plain(base)} with {names} positions
 
-This is not a stock {plain(base)} model: its position encoding was replaced{in_some_layers} by {spans}.
+This is not a stock {plain(base)} model: its position encoding was replaced by {names}.
 
-{about}
+{about}{layers_of_schemes([(scheme["scheme"], scheme.get("layers")) for scheme in schemes])}
 
-{layers_of_schemes([(scheme["scheme"], scheme.get("layers")) for scheme in schemes])}
-
-{_calibration_sentence(entry)}
+The swap was {calibrated}.
 
 {loading_section("FOLDER_OR_HUB_ID")}
 
@@ -61,28 +60,18 @@ def metadata(entry: object) -> ModelCardData:
     Args:
         entry: entry of a config, of any version.
     """
-    names = [scheme["scheme"] for scheme in read_schemes(entry)]
-    return ModelCardData(
-        library_name=LIBRARY,
-        pipeline_tag="text-generation",
-        tags=list(dict.fromkeys([LIBRARY, *names, "position-encoding"])),
-    )
-
-
-def _describe_scheme(scheme: JsonObject) -> str:
-    """Return the first sentence of a scheme's documentation, and a table of its hyper-parameters."""
-    about = (scheme_class(scheme["scheme"]).__doc__ or "").strip().split("\n")[0]
-    values = {key: value for key, value in scheme.items() if key != "scheme"}
-    return f"{code(scheme['scheme'])}: {about}\n\n{hyperparameter_table(values)}"
+    tags = [LIBRARY, *(scheme["scheme"] for scheme in read_schemes(entry)), "position-encoding"]
+    return ModelCardData(library_name=LIBRARY, pipeline_tag="text-generation", tags=list(dict.fromkeys(tags)))
 
 
 def hyperparameter_table(values: dict[str, object]) -> str:
     """Return a table of a scheme's hyper-parameters, without `layers`; `window` and `sinks` only where they are set."""
     unset = {key for key in EVERY_SCHEME if values.get(key) is None}
-    shown = {key: value for key, value in values.items() if key not in {"layers", *unset}}
+    shown = {key: value for key, value in values.items() if key not in {"scheme", "layers", *unset}}
     if not shown:
         return "It has no hyper-parameters."
-    rows = (f"| {code(key, cell=True)} | {code(repr(value), cell=True)} |" for key, value in shown.items())
+    cells = ([code(each).replace("|", "\\|") for each in (key, repr(value))] for key, value in shown.items())
+    rows = (f"| {key} | {value} |" for key, value in cells)
     return "\n".join(["| hyper-parameter | value |", "|---|---|", *rows])
 
 
@@ -94,13 +83,8 @@ def layers_of_schemes(schemes: list[tuple[str, object]]) -> str:
     """
     sentences = []
     for name, layers in schemes:
-        if layers is None:
-            where = "every layer"
-        elif isinstance(layers, (list, tuple)):
-            where = f"layer{'s' * (len(layers) > 1)} {', '.join(plain(index) for index in layers)}"
-        else:
-            where = f"layers {code(layers)}"
-        sentences.append(f"{code(name)} is for {where}.")
+        listed = ", ".join(map(str, layers)) if isinstance(layers, (list, tuple)) else layers
+        sentences.append(f"{code(name)} is for {'every layer' if layers is None else f'layers {code(listed)}'}.")
     if all(layers is not None for _, layers in schemes):
         sentences.append("Layers that are not named keep the positions of the base.")
     return " ".join(sentences)
@@ -112,27 +96,11 @@ def describe_calibration(calibration: JsonObject) -> str:
     Args:
         calibration: the record, as `read_calibration` returns it.
     """
-    return f"with {calibration['tokens']:,} tokens, stage {calibration['stage']}{_describe_losses(calibration)}"
-
-
-def _describe_losses(calibration: JsonObject) -> str:
-    """Return the measured losses of a calibration as the end of a sentence, or an empty string."""
     losses = {name: f"{loss:.2f}" for name, loss in calibration.get("held_out_loss", {}).items()}
-    base = losses.pop("base", None)
-    if not losses:
-        return f"; held-out loss of the base {base} nats per token" if base else ""
-    stages = " -> ".join(losses[name] for name in LOSSES if name in losses)
-    return f"; held-out loss {stages} nats per token{f' (base {base})' if base else ''}"
-
-
-def _calibration_sentence(entry: JsonObject) -> str:
-    calibration = read_calibration(entry)
-    if calibration is None:
-        return "The swap was not calibrated."
-    return (
-        f"The swap was calibrated to its base with {calibration['tokens']:,} tokens, stage "
-        f"{code(calibration['stage'])}{plain(_describe_losses(calibration))}."
-    )
+    stages = " -> ".join(losses[name] for name in LOSSES if name in losses and name != "base")
+    base = f" (base {losses['base']})" if "base" in losses else ""
+    measured = f"; held-out loss {stages} nats per token{base}" if losses else ""
+    return f"with {calibration['tokens']:,} tokens, stage {calibration['stage']}{measured}"
 
 
 def loading_section(repository: str) -> str:
@@ -152,3 +120,39 @@ model = hf_posenc.from_pretrained({json.dumps(repository)})
 
 `AutoModelForCausalLM` loads it too, after `import hf_posenc`. Stock classes refuse it: they would run it with other
 positions."""
+
+
+def plain(value: object) -> str:
+    """Return `str(value)` as one line of Markdown, with markup, HTML and the pipes of tables escaped."""
+    text = one_line(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = re.sub(r"(?<![^\W_])_|_(?![^\W_])|[\\`*\[\]|~#$!]", lambda match: "\\" + match[0], text)
+    # A number with a dot, a dash or the like would begin a list.
+    return re.sub(r"^(\d*)([-+.)])(?= |$)", r"\1\\\2", text)
+
+
+def one_line(value: object) -> str:
+    """Return `str(value)` as one line of text, with unprintable characters escaped."""
+    return "".join(map(_printable, " ".join(str(value).split())))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def code(value: object) -> str:
+    """Return `str(value)` as a code span of Markdown, in one line. In the cell of a table, escape its pipes."""
+    text = one_line(value) or " "
+    fence = "`" * (_longest_run_of_backticks(text) + 1)
+    pad = " " if "`" in (text[0], text[-1]) else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+def fenced(text: str) -> str:
+    """Return text as a code block of Markdown, with a fence that the text does not contain. Escape the unprintable."""
+    text = "\n".join("".join(map(_printable, line)) for line in text.splitlines())
+    fence = "`" * max(3, _longest_run_of_backticks(text) + 1)
+    return f"{fence}\n{text}\n{fence}"
+
+
+def _longest_run_of_backticks(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)

@@ -1,31 +1,82 @@
-"""The part of our config classes that writes and checks configs of patched models."""
+"""The part of our config classes that writes and checks saved configs, with values that stop stock classes."""
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
-from ..errors import CheckpointError, HfPosencError
+from ..core.errors import CheckpointError
 from ..families.base import language_config
-from ..live.patch_record import OfPatched
-from ..upstream import NAME
-from ..upstream.derived_classes import stock_class
-from .class_names import STUB, class_names
-from .digests import DIGESTS, check_saved_config, config_digest, with_floats
-from .guards import ACTIVATIONS, CHECKED, NUMBER, UNREGISTERED, guarded, unguarded
-from .scheme_entry import renew_entry
-from .stock_checkpoints import StockConfig
+from ..model.patch_record import OfPatched
+from ..transformers_glue import NAME
+from ..transformers_glue.derived_classes import stock_class
+from .class_names import STUB, StockConfig, class_names
+from .scheme_entry import ENTRY, renew_entry
 
-READ = "_posenc_read"
-"""Name of an attribute that a config has after it was read and before its model is built. It holds the digest of the
-config.json, the options of the call, and the config as a dict when it was read."""
+UNREGISTERED = "hf_posenc_patched"
+"""`attn_implementation` of a saved config. It is registered nowhere, so stock model classes cannot be built with it.
+
+The name of our attention function would not do, because importing hf_posenc registers it."""
+
+PREFIX = "hf_posenc:"
+"""Prefix of guarded values. Stock classes look these values up or check them, and fail."""
+
+ACTIVATIONS = ("activation_function", "hidden_act", "hidden_activation")
+"""Attributes of configs that name an activation. Most stock models look up its name when they are built."""
+
+NUMBER = "initializer_range"
+"""A number that the stock config classes check. Those of OPT and XGLM lack it, but their models look up an activation.
+
+Unlike `CHECKED` it is guarded in every dict: nobody reads it there."""
+
+CHECKED = "tie_word_embeddings"
+"""A setting that the stock config classes of decoders check to be a bool. Their base class PreTrainedConfig lacks it,
+so tokenizers and the Trainer, which read config.json with the base class, still can."""
 
 
-class ConfigMixin(OfPatched, StockConfig):
+def guarded(value: object) -> str:
+    """Return the guarded form of a config's value: the prefix, and then the string, or any other value as JSON."""
+    return PREFIX + (value if isinstance(value, str) else json.dumps(value))
+
+
+def unguarded(name: str, value: object) -> Any:
+    """Return the value of a config's attribute without its guard.
+
+    Args:
+        name: name of the attribute.
+        value: its value, guarded or not.
+    """
+    if not isinstance(value, str) or not value.startswith(PREFIX):
+        return value
+    if name in (CHECKED, NUMBER):
+        return json.loads(value.removeprefix(PREFIX))
+    return value.removeprefix(PREFIX) if name in ACTIVATIONS else value
+
+
+def stock_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a patched model's config says to a stock class, without guards."""
+    not_stock = {ENTRY, "auto_map", "attn_implementation", "model_type", "architectures"}
+    return {key: unguarded(key, value) for key, value in config.to_dict().items() if key not in not_stock}
+
+
+class NotCustom:
+    """Base class of our mixins: to transformers, their classes are its own, and not code that a checkpoint brings."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False. With True, modules without direct parameters would keep any values, and 5.17 rename layers."""
+        return False
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "") -> None:
+        """Do nothing. The method of transformers would copy our source into the next checkpoint."""
+
+
+class ConfigMixin(NotCustom, OfPatched, StockConfig):
     """The part of our config classes that writes schemes and guards into configs, and checks them when it reads one."""
 
     position_encoding: dict[str, object] | None = None
@@ -39,34 +90,21 @@ class ConfigMixin(OfPatched, StockConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, object], **kwargs: object) -> Any:
-        """Check that a saved config was not changed, and make a config of it.
+        """Make a config of a saved one, as transformers does.
 
         Args:
             config_dict: contents of a config.json.
             **kwargs: passed to the method of transformers.
 
-        Returns:
-            The config; with `return_unused_kwargs`, a pair of config and unused options.
-
         Raises:
-            CheckpointError: if the dict was changed after it was saved, or makes no config of this class.
+            CheckpointError: if the dict names an attention implementation, which could be code from the Hub.
         """
-        if not isinstance(config_dict, dict):
-            raise CheckpointError(f"hf_posenc: a config is a JSON object, not {config_dict!r}")
-        saved = with_floats({key: value for key, value in config_dict.items() if key != DIGESTS})
-        check_saved_config(config_dict)
-        options = copy.copy(kwargs)
-        try:
-            made = super().from_dict(saved, **kwargs)
-        except (HfPosencError, OSError):
-            raise
-        except Exception as error:  # stock classes raise exceptions of any type
+        if (implementation := config_dict.get("attn_implementation")) != UNREGISTERED:
             raise CheckpointError(
-                f"hf_posenc: config.json makes no {cls.__name__}: {type(error).__name__}: {error}"
-            ) from error
-        config = made[0] if isinstance(made, tuple) else made
-        object.__setattr__(config, READ, (config_digest(config_dict), options, config.to_dict()))
-        return made
+                f"hf_posenc: config.json says attn_implementation={implementation!r}, where a patched model says "
+                f"{UNREGISTERED!r}: an attention implementation is chosen when a model is loaded"
+            )
+        return super().from_dict(cls._decode_special_floats(config_dict), **kwargs)
 
     @property
     def output_attentions(self) -> bool | None:
@@ -81,11 +119,6 @@ class ConfigMixin(OfPatched, StockConfig):
             self._output_attentions = value
         else:
             PreTrainedConfig.output_attentions.fset(self, value)
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """Return False. With True, transformers 5.17 would rename layer types, and stock models lack the new names."""
-        return False
 
     def validate(self) -> None:
         """Check the config as transformers does, but allow `output_attentions` with our attention.
@@ -109,25 +142,15 @@ class ConfigMixin(OfPatched, StockConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as a dict, with guards. `tie_word_embeddings` has no guard here, because PEFT reads it."""
-        stock: dict[str, Any] = super().to_dict()
-        stock.pop(READ, None)
-        return {**stock, **self._guards()}
+        return {**super().to_dict(), **self._guards()}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return the dict that is saved, with all guards, and the entry in the format of this version."""
-        saved = super().to_diff_dict()
-        saved.pop(READ, None)
         auto_map = {"AutoConfig": f"{STUB}.{type(self).__name__}"}
         auto_map |= {auto: f"{STUB}.{name}" for auto, name in class_names(stock_config(self)).items()}
-        entry = self.position_encoding
-        if isinstance(entry, dict):
-            entry = renew_entry(entry)
+        entry = renew_entry(self.position_encoding) if isinstance(self.position_encoding, dict) else None
         type_guard = {CHECKED: guarded(getattr(self, CHECKED))} if hasattr(self, CHECKED) else {}
-        return {**saved, "position_encoding": entry, "auto_map": auto_map, **type_guard, **self._guards()}
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing. The method of transformers would copy our source into the next checkpoint."""
+        return {**super().to_diff_dict(), ENTRY: entry, "auto_map": auto_map, **type_guard, **self._guards()}
 
 
 def stock_config(config: PreTrainedConfig) -> type[PreTrainedConfig]:

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import NotPatchedError, UnsupportedModelError
+from ..core.errors import NotPatchedError, UnsupportedModelError
+from ..core.registry import family_for
 from ..families.base import language_config
-from ..live.base_model import BaseModel
-from ..live.obstacles import check_unquantized
-from ..live.patch_record import Patch, patch_of
-from ..placement import StockForm
-from ..upstream.derived_classes import stock_class
+from ..model.base_model import BaseModel
+from ..model.obstacles import check_unquantized
+from ..model.patch_record import Patch, patch_of
+from ..schemes.base import StockForm
 from .class_names import STUB
-from .guards import unguarded
-from .loading_weights import position_keys
-from .model_classes import PosEncConfigMixin, PosEncMixin
-from .scheme_entry import ENTRY
+from .config import stock_settings
+from .saving import position_keys
+from .wide_heads import stock_classes, widened_model
 
 TABLE_LENGTH = 1024
 """Default number of rows of the table to which position vectors without a limit are exported."""
 
 
 def export_stock(
-    model: PreTrainedModel, directory: str | os.PathLike[str], *, num_positions: int | None = None, **kwargs: object
+    model: PreTrainedModel,
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    num_positions: int | None = None,
+    head_dim: int | None = None,
+    length: int | None = None,
+    **kwargs: object,
 ) -> None:
     """Save a patched model as a stock checkpoint, if a stock class can compute the same.
 
@@ -36,19 +43,28 @@ def export_stock(
 
     - `rope`, its scalings and any frequencies on families that rotate by themselves;
     - `nope` in all or some layers of llama and smollm3, as a SmolLM3 that leaves these layers unrotated;
-    - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model.
+    - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model;
+    - `transformer_xl`, in all layers or with `nope` in the others, of families whose queries and keys are projections
+      of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike.
+
+    The config says a rotation in the words of transformers 5 and in those of transformers 4. A warning says if
+    transformers 4 has no words for it.
 
     Args:
         model: a patched model; it stays unchanged.
         directory: folder of the stock checkpoint.
+        tokenizer: tokenizer to save with the model.
         num_positions: rows of the table for position vectors without a limit (`sinusoidal`); None means 1024.
+        head_dim: size of the wider heads of `transformer_xl`; None means the least that the kernels of servers take.
+        length: the length to be served, for `transformer_xl`: `max_position_embeddings` of the config. None keeps that
+            of the patched model, 131,072 or more.
         **kwargs: options of `save_pretrained` in transformers.
 
     Raises:
         NotPatchedError: if the model is not patched.
         UnsupportedModelError: if no stock class can compute the same, or the weights are quantised. The message says
             why.
-        ValueError: if `num_positions` exceeds the scheme's limit, or the scheme needs no table.
+        ValueError: if an option does not fit the scheme.
         FileExistsError: if the directory holds a patched checkpoint, which would lose its guards.
     """
     patch = patch_of(model)
@@ -59,123 +75,144 @@ def export_stock(
             f"{type(model).__name__} is multimodal, and no stock config says which positions its language model has"
         )
     base = BaseModel.of(model)
-    form = _stock_form(patch, base)
+    form = stock_form(patch, base)
     if num_positions is not None and (form is None or not form.table):
+        raise ValueError(f"num_positions is for vectors at the input, and {patch.name} adds none: leave it out")
+    if (head_dim is not None or length is not None) and (form is None or not form.waves):
         raise ValueError(
-            f"num_positions is for vectors that are added at the input, and {patch.name} adds none: leave it out"
+            f"head_dim and length are for transformer_xl, and {patch.name} needs no wider heads: leave them out"
         )
     if (Path(directory) / f"{STUB}.py").exists():
         raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")
     check_unquantized(model, "export the model")
-    stock_model = stock_class(type(model), PosEncMixin)
-    stock_config: type[PreTrainedConfig] = stock_class(type(model.config), PosEncConfigMixin)
-    settings = _stock_settings(model)
-    own_keys = position_keys(model)
-    weights = {key: value for key, value in model.state_dict().items() if key not in own_keys}
-    stock_module = None if form is None else base.modules.position_table if form.table else base.modules.rotary
-    if patch.attends or form is None or stock_module is None:
-        raise UnsupportedModelError(_nothing_fits(patch, base))
-    rotated = list(form.turned)
-    if form.table:
-        count = _table_length(patch, num_positions)
-        key, table = _make_table(model, base, count)
-        weights[key] = table
-        settings[model.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = count
-    elif rotated != list(base.modules.rotated) or not any(rotated):
-        stock_model, stock_config = _unrotated_twin(base, stock_model, patch)
-        settings |= _unrotated_settings(rotated, is_other_type=stock_config.model_type != base.name)
-    with torch.device("meta"):
-        stock = stock_model(stock_config.from_dict(settings))
-    stock.load_state_dict(weights, assign=True)
+    if form is None:
+        raise _nothing_fits(patch, base)
+    if form.waves:
+        stock = widened_model(model, patch, form, head_dim=head_dim, length=length)
+    else:
+        stock = _stock_model(model, patch, base, form, num_positions)
+    if (said := _settings_for_4(stock.config)) is None:
+        warnings.warn(
+            f"hf_posenc: transformers 4 cannot read the rotation of {stock.config.model_type} in {directory} and would "
+            "compute another one: load the checkpoint with transformers 5",
+            stacklevel=2,
+        )
+    vars(stock.config).update(said or {})  # not by setattr, which transformers 5 gives another meaning
     stock.tie_weights()
     if model.can_generate():
         stock.generation_config = model.generation_config
     stock.save_pretrained(directory, **kwargs)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
-def _table_length(patch: Patch, wanted: int | None) -> int:
-    """Return the number of positions of the exported table."""
-    count = wanted or patch.limit or TABLE_LENGTH
-    if patch.limit is not None and count > patch.limit:
-        raise ValueError(f"the table has {patch.limit} positions, not {count}")
-    return count
-
-
-def _stock_form(patch: Patch, base: BaseModel) -> StockForm | None:
-    """Return what a stock checkpoint would have to hold, or None if no stock class computes one of the schemes."""
+def stock_form(patch: Patch, base: BaseModel) -> StockForm | None:
+    """Return what a stock checkpoint of a patched model would have to hold, or None if none can hold it."""
     form: StockForm | None = StockForm(tuple(base.rotated))
     for scheme in patch.schemes:
-        form = None if form is None else scheme.acts_on.stock_form(scheme, base, form)
+        form = None if form is None else scheme.stock_form(base, form)
     return form
 
 
-def _nothing_fits(patch: Patch, base: BaseModel) -> str:
-    """Return a message that no stock class fits, and which schemes can be exported."""
-    return (
+def _stock_model(
+    model: PreTrainedModel, patch: Patch, base: BaseModel, form: StockForm, num_positions: int | None
+) -> PreTrainedModel:
+    """Return a stock model with the weights and positions of a patched one."""
+    stock_model, stock_config = stock_classes(model)
+    settings, own_keys = stock_settings(model.config), position_keys(model)
+    weights = {key: value for key, value in model.state_dict().items() if key not in own_keys}
+    stock_module = base.modules.position_table if form.table else base.modules.rotary
+    has_both = base.has_table and base.modules.rotary is not None  # the stock model would bring the other one back
+    if patch.attends or stock_module is None or has_both:
+        raise _nothing_fits(patch, base)
+    rotated = list(form.turned)
+    if form.table:
+        count = num_positions or patch.limit or TABLE_LENGTH
+        if patch.limit is not None and count > patch.limit:
+            raise ValueError(f"the table has {patch.limit} positions, not {count}")
+        place = next(name for name, child in model.named_modules() if child is stock_module)
+        weights[f"{place}.weight"] = _make_table(model, base, count)
+        settings[model.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = count
+    elif rotated != list(base.modules.rotated) or not any(rotated):
+        stock_model, stock_config = _unrotated_twin(model, base, patch)
+        # The interval is longer than the model: the list alone says which layers rotate.
+        settings |= {"no_rope_layers": [int(each) for each in rotated], "no_rope_layer_interval": len(rotated) + 1}
+        if not any(rotated):
+            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+        if stock_config.model_type != base.name:
+            settings |= {"use_sliding_window": False, "layer_types": ["full_attention"] * len(rotated)}
+    with torch.device("meta"):
+        stock = stock_model(stock_config.from_dict(settings))
+    stock.load_state_dict(weights, assign=True)
+    return stock
+
+
+def _nothing_fits(patch: Patch, base: BaseModel) -> UnsupportedModelError:
+    """Return an error that no stock class fits, and which schemes can be exported."""
+    return UnsupportedModelError(
         f"no stock class computes {patch.name} on {base.name}: rope in every layer can be exported from families that "
         "rotate (but not rope on a part of each head where they rotate whole heads), nope in some or all layers from "
         "families with a twin that leaves layers unrotated (llama, smollm3), vectors at the input from families with a "
-        "table (gpt2, opt)"
+        "table (gpt2, opt), transformer_xl from families whose heads can be wider (llama, mistral, qwen2)"
     )
 
 
-def _stock_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the config of a model as a dict for a stock class, without our entry and guards."""
-    settings: dict[str, Any] = model.config.to_dict()
-    for key in (ENTRY, "auto_map", "attn_implementation", "model_type", "architectures"):
-        settings.pop(key, None)
-    return {key: unguarded(key, value) for key, value in settings.items()}
-
-
 def _unrotated_twin(
-    base: BaseModel, stock: type[PreTrainedModel], patch: Patch
+    model: PreTrainedModel, base: BaseModel, patch: Patch
 ) -> tuple[type[PreTrainedModel], type[PreTrainedConfig]]:
     """Return the model and config class of the family that computes the same and can leave layers unrotated."""
-    if base.family.rotation.unrotated_twin is None:
-        raise UnsupportedModelError(_nothing_fits(patch, base))
-    base_class, twin = CONFIG_MAPPING[base.name], CONFIG_MAPPING[base.family.rotation.unrotated_twin]
-    if base_class is twin:
-        return stock, twin
-    twin_model = getattr(transformers, stock.__name__.replace(_stem(base_class), _stem(twin)), None)
-    if twin_model is None:
-        raise UnsupportedModelError(f"{twin.model_type} has no {stock.__name__}")
-    config = base.config
-    if config.head_dim != config.hidden_size // config.num_attention_heads:
+    twin, config = base.family.rotation.unrotated_twin, base.config
+    if twin is None:
+        raise _nothing_fits(patch, base)
+    if twin != base.name and config.head_dim != config.hidden_size // config.num_attention_heads:
         raise UnsupportedModelError(
-            f"{twin.model_type} has heads of hidden_size / num_attention_heads, not of {config.head_dim}"
+            f"{twin} has no heads of {config.head_dim}: its heads have hidden_size / num_attention_heads"
         )
-    return twin_model, twin
+    return stock_classes(model, twin)
 
 
-def _unrotated_settings(rotated: list[bool], *, is_other_type: bool) -> dict[str, Any]:
-    """Return config settings that leave layers unrotated.
-
-    Args:
-        rotated: for each layer, whether it is rotated.
-        is_other_type: whether the exported model has another model type than the base.
-    """
-    settings: dict[str, Any] = {
-        "no_rope_layers": [int(is_rotated) for is_rotated in rotated],
-        "no_rope_layer_interval": len(rotated) + 1,
-    }
-    if not any(rotated):
-        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    if is_other_type:
-        settings |= {"use_sliding_window": False, "layer_types": ["full_attention"] * len(rotated)}
-    return settings
-
-
-def _stem(config: type[PreTrainedConfig]) -> str:
-    """Return the prefix of a family's class names, as in `Llama` for LlamaConfig."""
-    return config.__name__.removesuffix("Config")
-
-
-def _make_table(model: PreTrainedModel, base: BaseModel, count: int) -> tuple[str, torch.Tensor]:
-    """Return the state-dict key of the base's table of positions, and a table with the scheme's vectors."""
+def _make_table(model: PreTrainedModel, base: BaseModel, count: int) -> torch.Tensor:
+    """Return a table of positions with the scheme's vectors, (count + the family's offset, E)."""
     module: Any = base.modules.position_table
-    name = next(name for name, child in model.named_modules() if child is module)
     device = next(base.modules.decoder.parameters()).device
     with torch.no_grad():
         rows = module.embed(torch.arange(count, device=device)[None])[0].to(model.dtype)
     offset_rows = torch.zeros(base.family.table_offset, rows.shape[-1], dtype=rows.dtype, device=device)
-    return f"{name}.weight", torch.cat([offset_rows, rows])
+    return torch.cat([offset_rows, rows])
+
+
+def _settings_for_4(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the settings that tell transformers 4 the rotation of a stock config, or None if there are none.
+
+    transformers 5 reads them too, and must find the same rotation beside them.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return {}
+    by_type = {key: value for key, value in parameters.items() if isinstance(value, dict)}
+    everywhere = by_type.get("full_attention", parameters)
+    windowed = by_type.get("sliding_attention", everywhere)
+    scaling = _scaling(everywhere)
+    values = {
+        "rope_theta": everywhere.get("rope_theta"),
+        "windowed_theta": windowed.get("rope_theta"),
+        "partial_rotary_factor": everywhere.get("partial_rotary_factor"),
+        "rope_scaling": scaling,
+    }
+    keys = family_for(config.model_type).rotation.keys_of_4
+    unsaid = {name for name, value in values.items() if value is not None} - set(keys)
+    if values["windowed_theta"] == values["rope_theta"]:
+        unsaid.discard("windowed_theta")
+    if unsaid or set(by_type) - {"full_attention", "sliding_attention"} or (by_type and _scaling(windowed)):
+        return None
+    said = {key: values[name] for name, key in keys.items() if values[name] is not None or name == "rope_scaling"}
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        said["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    read = type(config).from_dict(copy.deepcopy(config.to_dict() | said))
+    return said if read.rope_parameters == parameters else None
+
+
+def _scaling(parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what `rope_parameters` of one type of layers say of a scaling, or None without one."""
+    rest = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    return None if rest in ({}, {"rope_type": "default"}) else rest

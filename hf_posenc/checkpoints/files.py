@@ -1,33 +1,32 @@
-"""Safe reading and writing of a checkpoint's folder. Every access to the folder goes through this file.
+"""Safe reading and writing of a checkpoint's folder.
 
-A folder may come from anybody, and other processes may read or write it at the same time. Three rules hold everywhere:
-
-- A checkpoint is complete or absent. A save collects its files in a staging folder inside the target folder. It renames
-  the complete staging folder to `PENDING`, and then moves the files into place. A kill before the rename leaves the old
-  checkpoint. A kill after it leaves the new checkpoint, with some files still in `PENDING`.
-- Only a writer that holds the lock moves or removes files. Readers change nothing. They also read files in `PENDING`.
-- A name that was read from a file is used as a path only if this package writes files of that name.
-
-If a file system has no locks, readers still notice that files were exchanged meanwhile, and read again.
+A checkpoint is complete or absent. A save collects its files in a staging folder inside the target folder, renames the
+complete staging folder to `PENDING`, and then moves the files into place. A kill before the rename leaves the old
+checkpoint. A kill after it leaves the new one: readers take `PENDING` if there is one, and the next save moves it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..errors import CheckpointError
-from .folder_lock import lock, read_lock, release, write_lock
-from .headers import VARIANTS, WEIGHTS, read_json
+from ..core.errors import CheckpointError
 
-Result = TypeVar("Result")
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+JsonObject = dict[str, Any]
+"""A JSON object. Its readers check its values, because anybody may have written them."""
 
 STAGING = ".hf_posenc-saving"
 """Prefix of staging folders. The next save removes those that a killed process has left."""
@@ -35,14 +34,10 @@ STAGING = ".hf_posenc-saving"
 PENDING = ".hf_posenc-saved"
 """Folder with the files of a complete save that still have to be moved into place."""
 
-ATTEMPTS = 5
-"""How often a folder is read, at most, if somebody exchanges its files without a lock."""
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""Names of weight files and of their index that we write."""
 
-_STALE_LIST = "remove.json"  # in `PENDING`: the names of weight files that the save removes
-_INTERNAL = ".hf_posenc-"  # prefix of our lock, staging folders and `PENDING`
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
+_VARIANTS = re.compile(r"model[\w.-]*\.safetensors(\.index[\w.-]*\.json)?")  # also model.fp16.safetensors
 
 
 @contextmanager
@@ -61,27 +56,27 @@ def staged(directory: Path) -> Iterator[Path]:
 
     Raises:
         OSError: if files cannot be written.
-        CheckpointError: if the directory has a `PENDING` folder that no version of this package wrote.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _own_folder(directory) as staging:
+    staging = _new_staging(directory)
+    with ExitStack() as stack:
+        with _lock(directory):
+            for left in directory.glob(f"{STAGING}-*"):
+                with _lock(left, wait=False) as is_abandoned:
+                    if is_abandoned:
+                        shutil.rmtree(left, ignore_errors=True)
+            staging.mkdir()
+            stack.enter_context(_lock(staging))
+        stack.callback(shutil.rmtree, staging, ignore_errors=True)
         yield staging
-        names = {path.name for path in staging.iterdir()}
-        if not names:  # another process writes; this one only helped to gather the tensors
+        if not any(staging.iterdir()):  # another process writes; this one only helped to gather the tensors
             return
         for path in staging.rglob("*"):
             _flush(path)
-        with write_lock(directory):
-            complete(directory, locked=True)
-            stale = []
-            if any(WEIGHTS.fullmatch(name) for name in names):
-                stale = [p.name for p in directory.iterdir() if WEIGHTS.fullmatch(p.name) and p.name not in names]
-            listed = staging / _STALE_LIST
-            listed.write_text(json.dumps(sorted(stale)))
-            _flush(listed)
+        with _lock(directory):
+            _move_pending(directory)
             os.rename(staging, directory / PENDING)
-            complete(directory, locked=True)
-            _remove_abandoned(directory)
+            _move_pending(directory)
 
 
 @contextmanager
@@ -126,200 +121,107 @@ def new_folder(directory: Path) -> Iterator[Path]:
         partial = Path(name) / directory.name
         yield partial
         os.rename(partial, directory)
-    _flush(directory.parent)
 
 
-def complete(directory: Path, *, locked: bool = False) -> bool:
-    """Complete an interrupted save: move its files into place. Every save does this first; readers need not.
-
-    Args:
-        directory: folder of a checkpoint.
-        locked: whether the caller holds the write lock.
-
-    Returns:
-        Whether there was an interrupted save.
-
-    Raises:
-        OSError: if there was an interrupted save and the directory cannot be written.
-        CheckpointError: if `PENDING` holds files that no save of this package left.
-    """
-    pending = directory / PENDING
-    if not os.path.lexists(pending):
-        return False
-    if not locked:
-        with write_lock(directory):
-            return complete(directory, locked=True)
-    files, stale = _read_pending(pending)
-    for path in files:
-        target = directory / path.relative_to(pending)
-        _make_parents(target, directory)
-        temporary = directory / f"{STAGING}-{path.name}"
-        with suppress(FileNotFoundError):
-            os.remove(temporary)
-        try:
-            os.link(path, temporary)
-        except OSError:  # a file system without hard links
-            shutil.copy2(path, temporary)
-        os.replace(temporary, target)
-    for name in stale:
-        with suppress(FileNotFoundError):
-            os.remove(directory / name)
-    _flush(directory)
-    # `_STALE_LIST` is removed last. While it is there, another call can complete the rest.
-    for path in files:
-        os.remove(path)
-    for path in sorted((path for path in pending.rglob("*") if path.is_dir()), reverse=True):
-        path.rmdir()
-    with suppress(FileNotFoundError):
-        os.remove(pending / _STALE_LIST)
-    pending.rmdir()
-    return True
+def complete(directory: Path) -> None:
+    """Complete an interrupted save, if there is one: move its files into place. Every save does this first."""
+    if (directory / PENDING).exists():
+        with _lock(directory):
+            _move_pending(directory)
 
 
-def _read_pending(pending: Path) -> tuple[list[Path], list[str]]:
-    """Return the files in a `PENDING` folder, and the names of stale weight files to remove.
-
-    The config comes first. Once it is in place, stock classes refuse the folder.
-    """
-    problem = None
-    entries: list[Path] = []
-    stale: Any = []
-    if pending.is_symlink() or not pending.is_dir():
-        problem = "is no folder"
-    else:
-        entries = sorted(pending.rglob("*"), key=lambda path: (path.name != "config.json", path))
-        listed = pending / _STALE_LIST
-        strange = [path for path in entries if path.is_symlink() or not (path.is_file() or path.is_dir())]
-        if strange:
-            problem = f"holds {strange[0].name!r}, which is no plain file"
-        elif listed.is_file():
-            stale = read_json(listed)
-            if not isinstance(stale, list) or not all(isinstance(n, str) and WEIGHTS.fullmatch(n) for n in stale):
-                problem = f"has a {_STALE_LIST} that lists other names than those of weight files"
-    if problem is not None:
-        raise CheckpointError(
-            f"hf_posenc: {pending} {problem}, so no save of this package left it. Nothing was read, moved or removed. "
-            f"If you trust the files beside it, remove {PENDING}"
-        )
-    return [path for path in entries if path.is_file() and path != pending / _STALE_LIST], stale
+def _move_pending(directory: Path) -> None:
+    """Move the files of a complete save into place. `PENDING` stays complete until all of them are there."""
+    pending, copy = directory / PENDING, _new_staging(directory)
+    if not pending.is_dir():
+        return
+    names = {path.name for path in pending.iterdir()}
+    shutil.copytree(pending, copy, symlinks=True, copy_function=_link)
+    # The config comes first. Once it is in place, stock classes refuse the folder.
+    for path in sorted(copy.rglob("*"), key=lambda path: path.name != "config.json"):
+        if not path.is_dir():
+            target = directory / path.relative_to(copy)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+    if any(WEIGHTS.fullmatch(name) for name in names):
+        for path in directory.iterdir():
+            if WEIGHTS.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+    os.rename(pending, copy / PENDING)
+    shutil.rmtree(copy)
 
 
-def _make_parents(target: Path, directory: Path) -> None:
-    """Make the folders between a directory and a file below it. Raise CheckpointError if one is a symbolic link."""
-    for relative in reversed(target.relative_to(directory).parents[:-1]):
-        folder = directory / relative
-        if folder.is_symlink():
-            raise CheckpointError(f"hf_posenc: {folder} is a symbolic link: nothing is written through it; remove it")
-        folder.mkdir(exist_ok=True)
+def _link(source: str, target: str) -> None:
+    """Make a second name for a file, or a copy on file systems without hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _new_staging(directory: Path) -> Path:
+    return directory / f"{STAGING}-{secrets.token_hex(8)}"  # not tempfile: other users could not read its folder
 
 
 @contextmanager
-def _own_folder(directory: Path) -> Iterator[Path]:
-    """Make a staging folder that nobody else removes while this process lives."""
-    while True:
-        staging = directory / f"{STAGING}-{secrets.token_hex(8)}"  # not tempfile: other users could not read its folder
-        staging.mkdir()
-        handle = lock(staging, shared=False)
-        if staging.is_dir():  # another save may remove it as abandoned before it is locked
-            break
-        release(handle)
-    try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        release(handle)
+def _lock(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Keep other writers from a folder for a `with` block, and yield whether they are kept from it.
 
-
-def _remove_abandoned(directory: Path) -> None:
-    """Remove the staging folders that nobody has locked, because the processes that made them were killed."""
-    for path in directory.glob(f"{STAGING}-*"):
-        if path.is_symlink() or not path.is_dir():
-            with suppress(FileNotFoundError):
-                path.unlink()
-        elif (handle := lock(path, shared=False, wait=0.0)) is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            release(handle)
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or the entries of a directory to the disk."""
-    if os.name == "nt" and path.is_dir():
+    They are not on file systems without `flock`, and without `wait` not if another process or thread has the lock.
+    """
+    if fcntl is None:
+        yield False
         return
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
+    is_held = False
     try:
-        os.fsync(handle)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            is_held = True
+        yield is_held
     finally:
+        if is_held:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked process may still have the handle
         os.close(handle)
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
+def _flush(path: Path) -> None:
+    """Flush a file to the disk."""
+    if path.is_file():
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
 
 
-def read(directory: Path, load: Callable[[Path], Result]) -> Result:
-    """Read a checkpoint's folder while nobody exchanges its files. The folder stays unchanged.
+def current(directory: Path) -> Path:
+    """Return the folder with the files of a checkpoint: the directory or, after an interrupted save, its `PENDING`."""
+    pending = directory / PENDING
+    return pending if (pending / "config.json").is_file() else directory
 
-    Args:
-        directory: folder of a checkpoint.
-        load: function that loads from a folder. It gets the directory itself or, after an interrupted save, a
-            temporary folder of links to the files. `load` is called again if files were exchanged meanwhile.
 
-    Returns:
-        The value of `load`.
+def json_object(path: Path) -> JsonObject:
+    """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: if files were exchanged at each of `ATTEMPTS` attempts, or the directory has a `PENDING`
-            folder that no version of this package wrote.
-        Exception: any exception of `load`.
+        CheckpointError: if the file holds no JSON object.
+        OSError: if the file cannot be read.
     """
-    for _ in range(ATTEMPTS):
-        with read_lock(directory):
-            before = _signature(directory)
-            try:
-                with _view(directory) as folder:
-                    result = load(folder)
-            except Exception:  # libraries can fail in any way on exchanged files
-                if _signature(directory) == before:
-                    raise
-            else:
-                if _signature(directory) == before:
-                    return result
-    raise CheckpointError(f"hf_posenc: files of {directory} were exchanged while they were read, {ATTEMPTS} times")
-
-
-@contextmanager
-def _view(directory: Path) -> Iterator[Path]:
-    """Yield the directory, or after an interrupted save a folder of links to the files of the completed checkpoint."""
-    pending = directory / PENDING
-    if not os.path.lexists(pending):
-        yield directory
-        return
-    files, stale = _read_pending(pending)
-    with tempfile.TemporaryDirectory(prefix="hf_posenc-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        for path in directory.iterdir():
-            if path.name not in stale and not path.name.startswith(_INTERNAL) and not (pending / path.name).exists():
-                _link(path, folder / path.name)
-        for path in files:
-            target = folder / path.relative_to(pending)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _link(path, target)
-        yield folder
-
-
-def _link(path: Path, target: Path) -> None:
     try:
-        os.symlink(path.absolute(), target, target_is_directory=path.is_dir())
-    except OSError:  # Windows, without the right to make links
-        (shutil.copytree if path.is_dir() else shutil.copy2)(path, target)
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"hf_posenc: {path} is no valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"hf_posenc: {path} holds no JSON object")
+    return value
 
 
-def _signature(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Return inode, size and modification time of each config and weight file. They differ for an exchanged file."""
-    signature = {}
-    for folder in (directory, directory / PENDING):
-        with suppress(OSError):
-            for entry in os.scandir(folder):
-                if entry.name.endswith(("config.json", ".index.json")) or VARIANTS.fullmatch(entry.name):
-                    status = entry.stat()
-                    signature[f"{folder.name}/{entry.name}"] = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return signature
+def check_folder(folder: Path) -> None:
+    """Raise CheckpointError if transformers would load something else than a folder's model and its safetensors."""
+    if (folder / "adapter_config.json").exists() and (folder / "config.json").exists():
+        raise CheckpointError(
+            f"hf_posenc: {folder} holds a whole model and an adapter, which may name another base: load the model "
+            "from a folder of its own, then the adapter with hf_posenc.load_adapter"
+        )
+    for path in folder.glob("model*.safetensors.index*.json"):
+        names = json_object(path).get("weight_map")
+        if not isinstance(names, dict) or not all(_VARIANTS.fullmatch(str(name)) for name in names.values()):
+            raise CheckpointError(f"hf_posenc: {path} names a file that is no model*.safetensors beside it")

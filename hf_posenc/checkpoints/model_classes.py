@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsIndex, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, SupportsIndex, cast
 
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from ..errors import CheckpointError, HfPosencError
-from ..families.base import language_config
-from ..families.lookup import family_of
-from ..live.obstacles import gathered
-from ..live.patch_record import PATCH, OfPatched, Patch, patch_of, patched_part
-from ..live.undo import Change, SetAttribute, SetClass, Undo
-from ..modules import PositionModule
+from ..core.errors import CheckpointError
+from ..core.layer_state import MARKER
+from ..core.modules import PositionModule
+from ..core.registry import family_for
+from ..families.base import family_of, language_config
+from ..model.obstacles import gathered
+from ..model.patch_record import PATCH, OfPatched, patch_of, patched_part
+from ..model.undo import Change, SetAttribute, SetClass, Undo
 from ..patching.changes import place
-from ..patching.patched_layers import MARKER
 from ..patching.plan import keeps_kernel, make_plan, needs_our_attention
-from ..registry import family_for
 from ..schemes.base import Scheme
-from ..upstream import NAME
-from ..upstream.derived_classes import revive, stock_class
-from ..upstream.positions_in_mask import carrying_forward
-from .adapters import AdapterMixin
+from ..transformers_glue import NAME
+from ..transformers_glue.derived_classes import revive, stock_class
+from ..transformers_glue.flash import is_plain
+from ..transformers_glue.positions_in_mask import carrying_forward
 from .auto_classes import CLASSES
-from .class_names import architecture, heads_of, name_of, stock_classes
-from .compat_0_1 import translate_config
-from .config import READ, ConfigMixin, stock_config, stock_inside
-from .guards import UNREGISTERED
-from .headers import JsonObject
-from .loading_weights import LoadingMixin
-from .saving import SavingMixin
+from .class_names import Kind, architecture, heads_of, name_of, stock_classes, transformers_class
+from .config import UNREGISTERED, ConfigMixin, NotCustom, stock_config, stock_inside
+from .files import JsonObject
+from .lora import AdapterMixin
+from .saving import CheckpointMixin
 from .scheme_entry import ENTRY, SCHEMES, check_version, make_entry, schemes_of_config
 
 
@@ -85,11 +82,10 @@ class MultimodalMixin(PosEncConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return the config as a dict, with the entry outside the text config."""
         whole = super().to_dict()
-        whole["text_config"].pop(READ, None)
         return {**whole, ENTRY: whole["text_config"].pop(ENTRY, None)}
 
 
-class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
+class PosEncMixin(NotCustom, CheckpointMixin, AdapterMixin, OfPatched):
     """Mixin in front of a stock model class.
 
     It puts the config's schemes into a new model, and refuses attention implementations that would drop them.
@@ -103,33 +99,21 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             *args: passed to the stock class.
             **kwargs: passed to the stock class.
         """
-        was_read = config.__dict__.pop(READ, None) is not None
-        schemes_of_config(config)  # only checks: a malformed entry may have no version to check or translate
+        schemes = schemes_of_config(config)  # first, because a malformed entry may have no version to check
         check_version(config)
-        translate_config(config)
-        schemes = schemes_of_config(config)
-        needs_attention = self._needs_our_attention(config)
+        needs_attention = self.attends_by_ours(config)
         language = language_config(config)
         backend = language._attn_implementation_internal
-        # Whether this kernel fits, `make_plan` sees. It may not be loaded yet.
-        refused = ("paged",) if keeps_kernel(family_of(config), schemes) else ("paged", "flash")
-        if needs_attention and any(kind in str(backend) for kind in refused):
+        # Whether another kernel fits schemes that keep one, `make_plan` sees. It may not be loaded yet.
+        takes_plain = needs_attention and not keeps_kernel(family_of(config), schemes)
+        if takes_plain and backend not in (NAME, UNREGISTERED) and not is_plain(backend):
             raise ValueError(_reason_to_refuse(schemes, backend))
-        for each_config in _with_sub_configs(config):
+        for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
             # Stock constructors refuse these names.
-            if each_config._attn_implementation_internal in (NAME, UNREGISTERED):
-                each_config._attn_implementation_internal = None
-        try:
-            with stock_inside(config):
-                super().__init__(config, *args, **kwargs)
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            # If the config comes from no file, or the caller adds arguments, the caller may be at fault.
-            if not was_read or args or kwargs or isinstance(error, HfPosencError):
-                raise
-            raise CheckpointError(
-                f"hf_posenc: config.json of {config.model_type!r} makes no {type(self).__name__}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            if getattr(each, "_attn_implementation_internal", None) in (NAME, UNREGISTERED):
+                cast(PreTrainedConfig, each)._attn_implementation_internal = None
+        with stock_inside(config):
+            super().__init__(config, *args, **kwargs)
         if _lacks_loss_type(self):
             self.loss_type = "ForCausalLM"
         # Some stock constructors (of sequence classification) make the decoder with AutoModel, and so with our class.
@@ -142,29 +126,17 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
     def _build_schemes(self, schemes: Sequence[Scheme]) -> None:
         """Patch the stock model without recording the inverse steps."""
         base, config = patched_part(self), self.config
-        try:
-            plan = make_plan(base, schemes, "auto")
-        except HfPosencError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"hf_posenc: config.json of {config.model_type!r}: {error}") from error
-        layers = plan.base.modules.layers
-        patch = Patch(plan.schemes, "auto", None, layers, plan.limit, plan.attends, backend=plan.backend)
+        plan = make_plan(base, schemes, "auto", resolve=False)
         config.position_encoding = {**config.position_encoding, SCHEMES: make_entry(plan.schemes)[SCHEMES]}
         changes = place(plan)
-        Undo().apply(SetAttribute(base, PATCH, patch), *changes.pending)
+        Undo().apply(SetAttribute(base, PATCH, plan.record(None)), *changes.pending)
         if not next(base.parameters()).is_meta:  # on the meta device, from_pretrained initialises what it does not load
-            for module in changes.position_modules:
+            for module in changes.position_modules():
                 with gathered(module):
                     module.reset_parameters()
         for part in _parts(self, base.config):
             if not isinstance(part, PosEncMixin):
                 part.__class__ = model_class(type(part), stock_config(part.config))
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """Return False. With True, transformers would not initialise modules without direct parameters."""
-        return False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -184,12 +156,9 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
             if name.startswith(MARKER) and buffer is not None:
                 init.zeros_(buffer)
 
-    def _posenc_attends(self) -> bool:
-        """Return whether the model needs the attention function of this package."""
-        return self._needs_our_attention(self.config)
-
     @staticmethod
-    def _needs_our_attention(config: PreTrainedConfig) -> bool:
+    def attends_by_ours(config: PreTrainedConfig) -> bool:
+        """Return whether a config's model needs the attention function of this package."""
         return needs_our_attention(family_of(config), schemes_of_config(config))
 
     def _check_and_adjust_attn_implementation(
@@ -199,7 +168,7 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
 
         The stock constructor and `set_attn_implementation` call this method.
         """
-        if self._posenc_attends() and not is_init_check and attn_implementation != NAME:
+        if self.attends_by_ours(self.config) and not is_init_check and attn_implementation != NAME:
             raise ValueError(_reason_to_refuse(schemes_of_config(self.config), attn_implementation))
         if attn_implementation == NAME:
             return NAME
@@ -212,32 +181,14 @@ class PosEncMixin(LoadingMixin, SavingMixin, AdapterMixin, OfPatched):
         """Pickle and copy by naming the stock class, because this class is made on demand."""
         return revive, (model_class, stock_class(type(self), PosEncMixin), stock_config(self.config)), self.__dict__
 
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing. The method of transformers would copy our source into the next checkpoint."""
-
 
 def _reason_to_refuse(schemes: Sequence[Scheme], attn_implementation: str | None) -> str:
     """Return why schemes that need our attention function refuse another attention implementation."""
-    dropped = [part for scheme in schemes if (part := scheme.acts_on.dropped_by_stock_attention(scheme)) is not None]
-    if not dropped:
-        return (
-            f"attn_implementation={attn_implementation!r} would leave {' and '.join(s.name for s in schemes)} "
-            f"without positions, which reach the layers of this family only through the attention {NAME!r}: keep it, "
-            "or unpatch the model first"
-        )
+    dropped = [scheme.dropped_by_stock_attention() or f"the positions of {scheme.name}" for scheme in schemes]
     return (
-        f"attn_implementation={attn_implementation!r} would drop {' and '.join(dropped)}, which changes attention "
-        f"scores: keep {NAME!r} (engines are chosen with patch_model(..., attention=...)), or unpatch the model first"
+        f"attn_implementation={attn_implementation!r} would drop {' and '.join(dropped)}: keep {NAME!r} (engines are "
+        "chosen with patch_model(..., attention=...)), or unpatch the model first"
     )
-
-
-def _with_sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yield a config and all configs inside it."""
-    yield config
-    for name in config.sub_configs:
-        if isinstance(sub_config := getattr(config, name, None), PreTrainedConfig):
-            yield from _with_sub_configs(sub_config)
 
 
 def _parts(model: PreTrainedModel, language: PreTrainedConfig) -> list[PreTrainedModel]:
@@ -259,12 +210,9 @@ def _lacks_loss_type(model: PreTrainedModel) -> bool:
     return model.loss_type is None and model.can_generate()
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def cached(function: Function) -> Function:
+def cached(function: Kind) -> Kind:
     """Cache the values of a function as `functools.cache` does, and keep its signature for type checkers."""
-    return cast(Function, functools.cache(function))
+    return cast(Any, functools.cache(cast(Any, function)))
 
 
 @cached
@@ -293,32 +241,29 @@ def register_models(stock: type[PreTrainedConfig]) -> None:
 
     config = config_class(stock)
     for auto, name in heads_of(stock).items():
-        model = getattr(transformers, name)
-        if model.config_class not in stock.sub_configs.values():  # not the text model of a multimodal type
+        model = transformers_class(name, PreTrainedModel)
+        # Not the text model of a multimodal type.
+        if model is not None and model.config_class not in stock.sub_configs.values():
             getattr(transformers, auto).register(config, model_class(model, stock), exist_ok=True)
     for name, table in vars(peft.utils.constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO") and isinstance(table, dict) and stock.model_type in table:
             table.setdefault(f"posenc_{stock.model_type}", table[stock.model_type])
 
 
-def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig] | None = None) -> type[PreTrainedModel]:
+@cached
+def model_class(stock: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     """Return our model class that derives from a stock one.
 
     Args:
         stock: stock model class.
-        config: stock config class of the model; None means the model class's own config class.
+        config: stock config class of the model.
     """
-    default = stock.config_class
-    return _model_class(stock, default if config is None or config.model_type == default.model_type else config)
-
-
-@cached
-def _model_class(stock: type[PreTrainedModel], stock_config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    if config is not stock.config_class and config.model_type == stock.config_class.model_type:
+        return model_class(stock, stock.config_class)
     from transformers.utils import output_capturing
 
-    config, name = config_class(stock_config_class), name_of(stock, stock_config_class)
-    members: dict[str, object] = {"__module__": CLASSES, "config_class": config}
-    if (forward := carrying_forward(stock, stock_config_class.model_type)) is not None:
+    name, members = name_of(stock, config), {"__module__": CLASSES, "config_class": config_class(config)}
+    if (forward := carrying_forward(stock, str(config.model_type))) is not None:
         members["forward"] = forward
     cls: type[PreTrainedModel] = type(name, (PosEncMixin, stock), members)
     # transformers looks up by class which outputs a model can record. Without this, output_attentions gives None.
@@ -337,8 +282,8 @@ def saved_class(raw: JsonObject) -> type[PreTrainedModel]:
         CheckpointError: if config.json names no class of ours for that base.
     """
     base = str(raw["model_type"]).removeprefix("posenc_")
-    language_type = _language_type(raw)
-    family_for(language_type)
+    language = text if isinstance(text := raw.get("text_config"), dict) else raw
+    family_for(str(language.get("model_type")).removeprefix("posenc_"))
     config, model = stock_classes(architecture(raw))
     if config is None or model is None or config.model_type != base:
         raise CheckpointError(
@@ -369,15 +314,9 @@ def classes_of_ours(model: PreTrainedModel, language: PreTrainedConfig, entry: J
             SetAttribute(changed, "model_type", our_config.model_type),  # a config read from a file has the attribute
             SetAttribute(changed, "_name_or_path", ""),
         ]
-    changes += [SetClass(part, part_class) for part, part_class in zip(parts, part_classes, strict=True)]
-    changes += [
+    return [
+        *changes,
+        *(SetClass(part, part_class) for part, part_class in zip(parts, part_classes, strict=True)),
         SetAttribute(language, ENTRY, entry),
         SetAttribute(config, "architectures", [part_classes[0].__name__]),
     ]
-    return changes
-
-
-def _language_type(raw: JsonObject) -> str:
-    """Return the stock model type of the language model in a saved config."""
-    text = raw.get("text_config")
-    return str((text if isinstance(text, dict) else raw).get("model_type")).removeprefix("posenc_")

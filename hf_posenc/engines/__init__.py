@@ -1,6 +1,6 @@
 """Attention engines: tensor code that computes the attention of a scheme. They do not import transformers.
 
-A scheme says which form its scores have (`hf_posenc.forms`), and an engine which forms it takes. `dispatch.choose`
+A scheme says which form its scores have (`hf_posenc.core.forms`), and an engine which forms it takes. `dispatch.choose`
 returns the first engine of this table that can compute a call exactly. Each engine is in the file of its name.
 
 | engine | forms | device | accuracy class |
@@ -11,8 +11,8 @@ returns the first engine of this table that can compute a call exactly. Each eng
 | `toeplitz` | Bias, Slopes | CPU | flash |
 | `clipped` | ClippedVectors | CPU | flash for far keys, float32 for near ones |
 | `rescaled` | Factors | CPU | float32 |
-| `skewed` | RelativeKeys | CPU | float32 |
-| `flex` | Bias, Slopes, Factors, ClippedVectors without values | CUDA; a CPU if asked for | flash |
+| `wide` | every scheme whose form has two sides; forget gates | any | flash |
+| `flex` | Bias, Slopes, Factors, ClippedVectors without values | CUDA | flash |
 | `chunked` | every scheme | any | reference |
 | `reference` | every scheme | any | reference |
 

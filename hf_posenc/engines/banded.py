@@ -28,8 +28,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..forms import Slopes
+from ..core.attention_call import Call
+from ..core.forms import Slopes
 from . import toeplitz
 from .spans import SpanEngine
 
@@ -46,15 +46,16 @@ KEY_STEP = 64
 """Windows are rounded up to this many keys."""
 
 
-class Banded(SpanEngine[Slopes]):
+class Banded(SpanEngine):
     """The engine for a bias that falls linearly with the distance (ALiBi), with windows of layers and of heads."""
 
     name = "banded"
     forms = (Slopes,)
     wrong_form = "the scheme is no linear bias per head"
 
-    def attend_span(self, form: Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def attend_span(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.attend_span`."""
+        form: Slopes = call.form
         widest = torch.full(form.slopes.shape, window) if form.windows is None else form.windows.clamp(max=window)
         return attend(query, key, value, form.slopes, scaling=call.scaling, window=widest)
 

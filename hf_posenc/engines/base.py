@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..forms import Form, is_one_of
-from ..positions import DensePositions, Positions
+from ..core.attention_call import Call
+from ..core.forms import Form, is_one_of
+from ..core.positions import DensePositions, Positions
 
 
 class Engine:

@@ -10,14 +10,13 @@ Accuracy class: that of the reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..attention_call import Call
-from ..positions import DensePositions, Positions
+from ..core.attention_call import Call
+from ..core.positions import Positions
 from . import reference
 from .base import Engine, why_not_in_blocks
 
@@ -73,24 +72,14 @@ def by_rows(call: Call, rows: int, compute: Callable[[Call], Tensor]) -> Tensor:
     positions, queries = call.positions, call.query.shape[2]
     assert isinstance(positions, Positions)
 
-    def part(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        positions: Positions | DensePositions,
-        gates: Tensor | None,
-        bias: Tensor | None,
-    ) -> Tensor:
-        some = replace(call, query=query, key=key, value=value, positions=positions, log_gates=gates, key_bias=bias)
-        return compute(some)
-
-    training = torch.is_grad_enabled()
     parts = []
     for start in range(0, queries, rows):
         here = slice(start, min(start + rows, queries))
         some = call.cut(here, _seen(positions, here))
-        tensors = (some.query, some.key, some.value, some.positions, some.log_gates, some.key_bias)
-        parts.append(checkpoint(part, *tensors, use_reentrant=False) if training else part(*tensors))
+        if torch.is_grad_enabled():  # the queries tell `checkpoint` on which device dropout is drawn again
+            parts.append(checkpoint(lambda _, some: compute(some), some.query, some, use_reentrant=False))
+        else:
+            parts.append(compute(some))
     return torch.cat(parts, 1)
 
 

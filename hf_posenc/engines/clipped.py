@@ -7,10 +7,9 @@ same for every key of a row. Weights sum to 1, so `b_m` is added to every output
 except in a band of `m` distances.
 
 For a chunk of queries the flash kernel computes the keys before the band, without a mask, and returns the log-sum-exp
-of their scores. It is faster with many queries, so one call computes the keys before a whole group of chunks, and
-another the keys between these and the band. Matrix products score the other keys of the chunk, rows + m - 1 of them.
-The parts are merged by their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a strided view: entry
-`t` of row `r`, at distance `m - 1 - t`, is in column `r + t`.
+of their scores. Matrix products score the other keys of the chunk, rows + m - 1 of them. The two parts are merged by
+their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a strided view: entry `t` of row `r`, at
+distance `m - 1 - t`, is in column `r + t`.
 
 Backward: the far part takes the kernel's backward, with the merged output and log-sum-exp. The near part is computed
 again. The gradients of a row's scores sum to 0, so the gradient of `a_m` is minus the sum of those of the other `a_c`.
@@ -20,28 +19,25 @@ Accuracy class: flash for the far part, float32 for the near one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention_call import Call
-from ..forms import ClippedVectors
-from ..positions import Positions
-from .spans import Context, SpanEngine
+from ..core.attention_call import Call
+from ..core.forms import ClippedVectors
+from ..core.positions import Positions
+from .spans import SpanEngine
 
-ROWS = 128
-"""Queries per chunk. In the near part every query costs rows + m keys."""
-
-CHUNKS = 8
-"""Chunks per group. One kernel call computes the keys before the whole group."""
+ROWS = 256
+"""Queries per chunk. In the near part every query costs rows + m keys; the kernel is faster with many queries."""
 
 SMALLEST = -80.0
 """Smallest logarithm of a weight. Below it `exp` is several times slower, and from -87 on it is denormal in float32."""
 
 
-class Clipped(SpanEngine[ClippedVectors]):
+class Clipped(SpanEngine):
     """The engine for vectors of clipped distances (Shaw), without sliding windows."""
 
     name = "clipped"
@@ -54,10 +50,9 @@ class Clipped(SpanEngine[ClippedVectors]):
         assert isinstance(call.positions, Positions)
         return "it has no sliding windows" if int(call.positions.window.min()) < call.key.shape[2] else None
 
-    def attend_span(
-        self, form: ClippedVectors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
-    ) -> Tensor:
+    def attend_span(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.attend_span`."""
+        form: ClippedVectors = call.form
         return attend(query, key, value, form.keys, form.values, scaling=call.scaling)
 
 
@@ -80,7 +75,7 @@ def attend(
     Raises:
         RuntimeError: in a second derivative.
     """
-    output: Tensor = _Clipped.apply(query, key, value, key_table, value_table, scaling, ROWS)
+    output: Tensor = _Clipped.apply(query, key, value, key_table, value_table, scaling)
     if value_table is None:
         return output
     shared = value_table[..., -1:, :]
@@ -139,110 +134,81 @@ class _Chunk:
         sums[:, :, self.keys] += part[:, :, self.missing :]
 
 
-def _groups(queries: int, shift: int, near: int, rows: int) -> Iterator[tuple[slice, slice, list[_Chunk]]]:
-    """Yield for each group its queries, the keys before every near key of the group, and its chunks."""
-    for start in range(0, queries, rows * CHUNKS):
-        group = slice(start, min(start + rows * CHUNKS, queries))
-        starts = range(start, group.stop, rows)
-        yield (
-            group,
-            slice(0, max(0, shift + start - near + 1)),
-            [_Chunk(first, min(first + rows, group.stop), shift, near) for first in starts],
-        )
+def _chunks(queries: int, keys: int, near: int) -> list[_Chunk]:
+    starts = range(0, queries, ROWS)
+    return [_Chunk(start, min(start + ROWS, queries), keys - queries, near) for start in starts]
 
 
 class _Clipped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context[tuple[float, int]],
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         key_table: Tensor,
         value_table: Tensor | None,
         scaling: float,
-        rows: int,
     ) -> Tensor:
-        shift, queries = key.shape[2] - query.shape[2], query.shape[2]
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
         output, log_sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-        def far_keys(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
-            part, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query[:, :, rows], key[:, :, keys], value[:, :, keys], 0.0, False, scale=scaling
-            )
-            return part.float(), log_sum.reshape(*part.shape[:3], 1)
-
-        for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
-            far_part = far_keys(group, keys) if keys.stop else None
-            for chunk in chunks:
-                scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
-                top = scores.amax(-1, keepdim=True)
-                weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.masked, 0.0)
-                part = weights @ chunk.window(value)
-                if value_table is not None:
-                    part += chunk.band(weights) @ b.near
-                total = weights.sum(-1, keepdim=True)
-                parts = [(part / total, total.log_().add_(top))]
-                if far_part is not None:
-                    here = slice(chunk.rows.start - group.start, chunk.rows.stop - group.start)
-                    parts.append((far_part[0][:, :, here], far_part[1][:, :, here]))
-                if chunk.first > keys.stop:
-                    parts.append(far_keys(chunk.rows, slice(keys.stop, chunk.first)))
-                merged = torch.stack([each for _, each in parts]).logsumexp(0)
-                output[:, :, chunk.rows] = sum(out * (each - merged).exp_() for out, each in parts)
-                log_sums[:, :, chunk.rows] = merged[..., 0]
+        for chunk in _chunks(query.shape[2], key.shape[2], a.near.shape[1]):
+            scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
+            top = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.masked, 0.0)
+            part = weights @ chunk.window(value)
+            if value_table is not None:
+                part += chunk.band(weights) @ b.near
+            total = weights.sum(-1, keepdim=True)
+            part, log_sum = part / total, total.log_().add_(top)
+            if chunk.first:
+                far, far_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    query[:, :, chunk.rows], key[:, :, : chunk.first], value[:, :, : chunk.first], scale=scaling
+                )
+                merged = torch.logaddexp(log_sum, far_sum.reshape(log_sum.shape))
+                near_share = (log_sum - merged).exp_()
+                part, log_sum = part * near_share + far * (1 - near_share), merged
+            output[:, :, chunk.rows] = part
+            log_sums[:, :, chunk.rows] = log_sum[..., 0]
         ctx.save_for_backward(query, key, value, key_table, value_table, output, log_sums)
-        ctx.settings = scaling, rows
+        ctx.scaling = scaling
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[tuple[float, int]], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, key_table, value_table, output, log_sums = ctx.saved_tensors
-        shift, queries = key.shape[2] - query.shape[2], query.shape[2]
-        scaling, rows = ctx.settings
+        scaling = ctx.scaling
         a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
         grad_query, grad_key, grad_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
         grad_a, grad_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
 
-        def far_keys(rows: slice, keys: slice) -> None:
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient[:, :, rows].contiguous(),
-                query[:, :, rows],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, rows],
-                log_sums[:, :, rows].contiguous(),
-                0.0,
-                False,
-                scale=scaling,
-            )
-            grad_query[:, :, rows] += dq
-            grad_key[:, :, keys] += dk
-            grad_value[:, :, keys] += dv
-
-        for group, keys, chunks in _groups(queries, shift, a.near.shape[1], rows):
-            if keys.stop:
-                far_keys(group, keys)
-            for chunk in chunks:
-                q, g, o = (each[:, :, chunk.rows].float() for each in (query, gradient, output))
-                q, k = q * scaling, chunk.window(key)
-                weights = chunk.scores(q, k, a).sub_(log_sums[:, :, chunk.rows, None]).clamp_(min=SMALLEST).exp_()
-                weights.masked_fill_(chunk.masked, 0.0)
-                grad_scores = g @ chunk.window(value).mT
-                if value_table is not None:
-                    chunk.band(grad_scores).add_(g @ b.near.mT)
-                    grad_b += (chunk.band(weights).mT @ g).sum(0)
-                grad_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
-                in_band = chunk.band(grad_scores)
-                grad_query[:, :, chunk.rows] += (grad_scores @ k + in_band @ a.near).mul_(scaling)
-                grad_a += (in_band.mT @ q).sum(0)
-                chunk.add(grad_key, grad_scores.mT @ q)
-                chunk.add(grad_value, weights.mT @ g)
-                if chunk.first > keys.stop:
-                    far_keys(chunk.rows, slice(keys.stop, chunk.first))
+        for chunk in _chunks(query.shape[2], key.shape[2], a.near.shape[1]):
+            rows, far = (slice(None), slice(None), chunk.rows), (slice(None), slice(None), slice(0, chunk.first))
+            q, g, o = (each[rows].float() for each in (query, gradient, output))
+            q, k = q * scaling, chunk.window(key)
+            weights = chunk.scores(q, k, a).sub_(log_sums[rows][..., None]).clamp_(min=SMALLEST).exp_()
+            weights.masked_fill_(chunk.masked, 0.0)
+            grad_scores = g @ chunk.window(value).mT
+            if value_table is not None:
+                chunk.band(grad_scores).add_(g @ b.near.mT)
+                grad_b += (chunk.band(weights).mT @ g).sum(0)
+            grad_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
+            in_band = chunk.band(grad_scores)
+            grad_query[rows] += (grad_scores @ k + in_band @ a.near).mul_(scaling)
+            grad_a += (in_band.mT @ q).sum(0)
+            chunk.add(grad_key, grad_scores.mT @ q)
+            chunk.add(grad_value, weights.mT @ g)
+            if chunk.first:
+                given = gradient[rows].contiguous(), query[rows], key[far], value[far], output[rows]
+                dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    *given, log_sums[rows].contiguous(), 0.0, False, scale=scaling
+                )
+                grad_query[rows] += dq
+                grad_key[far] += dk
+                grad_value[far] += dv
         grad_key_table = _Table.gradient(key_table, grad_a)
         grad_value_table = None if value_table is None else _Table.gradient(value_table, grad_b)
         grad_inputs = (each.to(query.dtype) for each in (grad_query, grad_key, grad_value))
-        return *grad_inputs, grad_key_table, grad_value_table, None, None
+        return *grad_inputs, grad_key_table, grad_value_table, None

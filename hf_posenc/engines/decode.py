@@ -5,58 +5,39 @@ them to float32. Here the queries of the heads that share a key are rows of one 
 scores, 1/D of the keys, are in float32. At that size a mask costs nothing, so padding, packing, sliding windows and
 static caches are those of the reference engine.
 
-There are two ways. The first passes everything that is added to the scores as a mask to the flash kernel of the CPU. It
-serves schemes that only add to scores, all but DA-Transformer, in calls without weights, soft cap and dropout. All
-other calls and devices take the second way: two matrix products with a softmax between them. So does bfloat16 on CPUs
-with fast bfloat16 products that their kernel does not use (`products_are_faster`).
+There are two ways: two matrix products with a softmax between them, and the flash kernel of the CPU, which takes
+everything that is added to the scores as a mask. In float32 both take the same time. In bfloat16 the kernel is faster
+on CPUs without AVX512-BF16 and on those with AMX, and takes the calls that it can.
 
-The vectors that Shaw's scheme adds to the values of near keys are weighted like these keys. Where the kernel is used,
-the weights follow from its log-sum-exp. Far keys share one vector, which gets the rest of the weight.
-
-Accuracy class: flash where the kernel is used. Matrix products are as accurate as the reference in float32 and float64.
-In bfloat16 and float16 they are "eager": rounded to the dtype of the inputs, as in transformers' eager attention.
-Transformer-XL's products with positions are rounded like that on both ways.
+Accuracy class: matrix products are as accurate as the reference in float32 and float64. In bfloat16 and float16 they
+are "eager": rounded to the dtype of the inputs, as in transformers' eager attention. Products of Transformer-XL's waves
+are in float32. The kernel's class is flash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..forms import (
-    Bias,
-    ClippedVectors,
-    Curves,
-    Factors,
-    Form,
-    RelativeKeys,
-    Slopes,
-    at_distance,
-    for_form,
-    is_one_of,
-)
-from ..positions import DensePositions
-from . import cpu_features
+from ..core.attention_call import Call
+from ..core.forms import Bias, ClippedVectors, Curves, Factors, Form, RelativeKeys, Slopes, at_distance, for_form
+from ..core.positions import DensePositions
 from .base import Engine
 
 QUERIES = 16
 """Largest number of queries of a call. The mask is dense, and for more queries other engines read keys in blocks."""
 
-SHORT = 4096
-"""Number of keys up to which vectors for values (Shaw) are cheaper by matrix products than by the kernel."""
-
 
 def products_are_faster() -> bool:
-    """Return whether this CPU multiplies bfloat16 matrices much faster than the flash kernel attends with few queries.
+    """Return whether this CPU multiplies bfloat16 matrices faster than its flash kernel attends with few queries.
 
-    Measured at 8192 keys: 4 to 10 times on a processor with AVX512-BF16 alone; with AMX the kernel is as fast.
+    Measured at 8192 keys: 4 to 12 times on a processor with AVX512-BF16 alone; with AMX up to twice slower.
     """
-    return cpu_features.multiplies_bfloat16() and not cpu_features.has_amx()
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 # ------------------------------------------------------------------------------------------- the scores of each form
@@ -94,10 +75,12 @@ def _factors(form: Factors, call: Call, distance: Tensor, hidden: Tensor) -> Ter
 
 def _numbers(form: Curves, distance: Tensor) -> Tensor:
     """Return the numbers of a curve at each distance, (1|B, H, Q, L)."""
-    table = form.table(_length(distance))
-    if _counts_down(distance):
-        return table[:, : distance.shape[-1]].flip(1)[None, :, None]
-    return at_distance(table, distance)
+    return at_distance(form.curve(_count(distance)), distance)
+
+
+def _count(distance: Tensor) -> int:
+    """Return the length of a table that has an entry for every distance from 0 to the largest."""
+    return distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
 
 
 def _clipped_vectors(form: ClippedVectors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
@@ -106,10 +89,13 @@ def _clipped_vectors(form: ClippedVectors, call: Call, distance: Tensor, hidden:
 
 
 def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
-    query, ratio, length = call.query, call.ratio, _length(distance)
-    table = form.table(length) if torch.compiler.is_compiling() else form.kept(length, query)
-    r, u, v = (each.to(query.dtype) for each in (table, form.content_bias, form.position_bias))
+    query, ratio = call.query, call.ratio
     # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
+    if form.waves is not None and call.has_key_positions:
+        sides = form.sides(replace(call, query=query.to(hidden.dtype)))
+        inside = (sides.query_features @ sides.key_features.mT) * call.scaling
+        return Terms(sides.query.to(query.dtype), hidden, inside)
+    r, u, v = (each.to(query.dtype) for each in (form.table(_count(distance)), form.content_bias, form.position_bias))
     by_distance = ((query + ratio * v[:, None]) @ r.mT).to(hidden.dtype) * call.scaling
     at = _labels(distance, by_distance)
     return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, at))
@@ -124,21 +110,6 @@ TERMS: Mapping[type[Form], Callable[[Any, Call, Tensor, Tensor], Terms]] = {
 }
 """Form -> function (form, call, distances (B|1, 1, Q, L), mask of that shape, 0 where a key is visible) -> terms."""
 
-CACHED = (RelativeKeys,)
-"""Forms whose table is cached between decoding steps."""
-
-
-def _length(distance: Tensor) -> int:
-    """Return the length of a table that has an entry for every distance from 0 to the largest."""
-    return distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
-
-
-def _counts_down(distance: Tensor) -> bool:
-    """Return whether this is one query on all keys before it: distances L - 1, ..., 1, 0."""
-    if torch.compiler.is_compiling() or distance.device.type != "cpu" or distance.numel() != distance.shape[-1]:
-        return False
-    return torch.equal(distance.flatten(), torch.arange(distance.numel(), dtype=distance.dtype).flip(0))
-
 
 def _labels(distance: Tensor, by_label: Tensor) -> Tensor:
     """Return distances clipped to `m`, int64 (B, H, Q, L), for `by_label` (B, H, Q, m + 1)."""
@@ -149,54 +120,28 @@ def _labels(distance: Tensor, by_label: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- the two ways
 
 
-def _by_kernel(terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor) -> Tensor:
+def _kernel_takes(terms: Terms, call: Call, value: Tensor) -> bool:
+    """Return whether the flash kernel of the CPU can compute the step, faster than matrix products."""
+    query, other = call.query, (terms.factors, call.softcap, call.sinks, call.form.value_table)
+    if torch.compiler.is_compiling() or query.device.type != "cpu" or query.dtype != torch.bfloat16:
+        return False
+    if any(each is not None for each in other) or call.weights or call.dropout > 0 or products_are_faster():
+        return False
+    return query.shape[3] == value.shape[3]
+
+
+def _by_kernel(terms: Terms, call: Call, key: Tensor, value: Tensor) -> Tensor:
     """Return the output (B, H, Q, D) by the flash kernel of the CPU."""
-    query, scaling = terms.query, call.scaling
-    mask = terms.outside if terms.inside is None else terms.inside.add_(terms.outside)
-    mask = mask.expand(*query.shape[:3], -1)
-    output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _stacked(query, key), key, value, 0.0, False, attn_mask=_stacked(mask, key), scale=scaling
+    mask = terms.outside if terms.inside is None else terms.inside + terms.outside
+    mask = _stacked(mask.expand(*terms.query.shape[:3], -1), key)
+    output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _stacked(terms.query, key), key, value, 0.0, False, attn_mask=mask, scale=call.scaling
     )
-    output, log_sum = output.reshape(query.shape), log_sum.reshape(query.shape[:3])
-    key_weight = torch.ones_like(log_sum)
-    if call.sinks is not None:  # one more score in the softmax of each row; its weight goes to no key
-        sinks = call.sinks.to(log_sum.dtype)[:, None]
-        key_weight = torch.sigmoid(log_sum - sinks)
-        output, log_sum = output * key_weight[..., None].to(output.dtype), torch.logaddexp(log_sum, sinks)
-    if call.form.value_table is None:
-        return output
-    table = call.form.value_table.to(log_sum.dtype)
-    near = _near(distance, visible, table)
-    scores = _products(query.to(log_sum.dtype), key[:, :, near].to(log_sum.dtype)) * scaling + mask[..., near]
-    weights = (scores - log_sum[..., None]).exp()
-    return output + _shares(weights, distance[..., near], table, key_weight) @ table
+    return output.reshape(terms.query.shape)
 
 
-def _near(distance: Tensor, visible: Tensor, table: Tensor) -> slice:
-    """Return a slice of slots that contains every key nearer than `m`. Keys from `m` on share the last vector."""
-    slots = ((distance < table.shape[-2] - 1) & visible).any(2).any(0)[0].nonzero()[:, 0]
-    return slice(int(slots[0]), int(slots[-1]) + 1) if len(slots) else slice(0, 0)
-
-
-def _shares(weights: Tensor, distance: Tensor, table: Tensor, total: Tensor) -> Tensor:
-    """Return the weight of every vector for values, (B, H, Q, m + 1).
-
-    Args:
-        weights: weights of the near keys, (B, H, Q, near keys).
-        distance: their distances, (B|1, 1, Q, near keys).
-        table: the vectors, (.., m + 1, D).
-        total: weight of all keys, (B, H, Q).
-    """
-    shares = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
-    shares.scatter_add_(-1, _labels(distance, shares), weights)
-    shares[..., -1] = total - shares[..., :-1].sum(-1)
-    return shares
-
-
-def _by_products(
-    terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor, visible: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, Q, V) and the weights (B, H, Q, L), by matrix products."""
+def _by_products(terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output (B, H, Q, V) and the weights (B, H, Q, L)."""
     wide = torch.promote_types(key.dtype, torch.float32)
     scores = _products(terms.query, key).to(wide).mul_(call.scaling)
     if terms.inside is not None:
@@ -208,11 +153,9 @@ def _by_products(
     weights = torch.nn.functional.dropout(weights, call.dropout, training=call.dropout > 0)
     output = _stacked(weights.to(value.dtype), value) @ value
     output = output.reshape(*terms.query.shape[:3], value.shape[-1])
-    if call.form.value_table is not None:
-        table = call.form.value_table.to(wide)
-        cannot_look = torch.compiler.is_compiling() or key.device.type != "cpu"  # finding near keys reads values
-        near = slice(None) if cannot_look else _near(distance, visible, table)
-        output = output + _shares(weights[..., near], distance[..., near], table, weights.sum(-1)) @ table
+    if (table := call.form.value_table) is not None:  # keys with one label share one vector
+        by_label = weights.new_zeros(*weights.shape[:-1], table.shape[-2])
+        output = output + by_label.scatter_add_(-1, _labels(distance, by_label), weights) @ table.to(wide)
     return output, weights
 
 
@@ -247,10 +190,6 @@ class Decode(Engine):
         queries, keys = call.query.shape[2], call.key.shape[2]
         return queries <= QUERIES and queries < keys and not torch.is_grad_enabled()
 
-    def floor(self, call: Call) -> int:
-        """Return 0 for forms whose table is cached between steps: for them the engine pays at any length."""
-        return 0 if is_one_of(call.form, CACHED) else super().floor(call)
-
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
         queries, keys = call.query.shape[2], call.key.shape[2]
@@ -277,23 +216,9 @@ class Decode(Engine):
             # The minimum instead of -inf, as in the reference: a row of padding, which sees no key, gets no NaN.
             hidden = query.new_zeros(distance.shape, dtype=wide).masked_fill_(~visible, torch.finfo(wide).min)
             terms = for_form(TERMS, call.form)(call.form, call, distance, hidden)
-            weights = None
             if _kernel_takes(terms, call, value):
-                output = _by_kernel(terms, call, key, value, distance, visible)
+                output, weights = _by_kernel(terms, call, key, value), None
             else:
-                output, weights = _by_products(terms, call, key, value, distance, visible)
+                output, weights = _by_products(terms, call, key, value, distance)
         output = output.transpose(1, 2).to(query.dtype).contiguous()
         return output, weights.to(query.dtype) if call.weights and weights is not None else None
-
-
-def _kernel_takes(terms: Terms, call: Call, value: Tensor) -> bool:
-    """Return whether the flash kernel of the CPU can compute the step, and does it faster than matrix products."""
-    query, keys = call.query, call.key.shape[2]
-    if torch.compiler.is_compiling() or query.device.type != "cpu" or query.shape[3] != value.shape[3]:
-        return False
-    if terms.factors is not None or call.softcap is not None or call.dropout > 0 or call.weights:
-        return False
-    # The kernel returns no weights. Vectors for values need those of near keys again, by many small operations.
-    if call.form.value_table is not None and keys <= SHORT:
-        return False
-    return query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and not products_are_faster())

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..did_you_mean import did_you_mean
-from . import cpu_features
+from ..core.attention_call import Call
+from ..core.did_you_mean import did_you_mean
 from .banded import Banded
 from .base import Engine
 from .chunked import Chunked
@@ -19,17 +18,17 @@ from .flex import Flex
 from .reference import Reference
 from .rescaled import Rescaled
 from .sdpa import Sdpa
-from .skewed import Skewed
 from .toeplitz import Toeplitz
+from .wide import Wide
 
 ENGINES: tuple[Engine, ...] = (
     Sdpa(),
     Decode({None: 1024}),
-    Banded({torch.float32: 1024**2, torch.bfloat16: (4096 if cpu_features.has_amx() else 1024) ** 2}),
+    Banded({None: 1024**2}),
     Toeplitz({None: 128**2}),
     Clipped({None: 256**2}),
     Rescaled({None: 256**2}),
-    Skewed({None: 256**2}),
+    Wide({None: 128**2}),
     Flex({None: 1024**2}),
     Chunked({None: 512**2}),
     Reference(),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
+from ..core.attention_call import Call
 from .base import Engine
 
 
@@ -35,6 +35,6 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
         wide = call.widened()
         weights = wide.softmax(wide.positions.mask(wide.scores()))
         weights = torch.nn.functional.dropout(weights, wide.dropout, training=wide.dropout > 0)
-        output = wide.formula.mix(wide, weights)
+        output = wide.mix(weights)
     dtype = call.query.dtype
     return output.transpose(1, 2).to(dtype).contiguous(), weights.to(dtype)

@@ -12,16 +12,16 @@ Accuracy class: float32 throughout. bfloat16 inputs are converted to float32 one
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention_call import Call
-from ..forms import Factors
+from ..core.attention_call import Call
+from ..core.forms import Factors
 from . import tiles
-from .spans import Context, SpanEngine
+from .spans import SpanEngine
 from .tiles import by_pair, softmax_backward
 
 ROWS = 256
@@ -31,16 +31,17 @@ SCORES = 2**22
 """Largest number of scores of a chunk, 16 MiB. Long sequences have fewer queries per chunk."""
 
 
-class Rescaled(SpanEngine[Factors]):
+class Rescaled(SpanEngine):
     """The engine for factors by distance on the scores (DA-Transformer), with sliding windows."""
 
     name = "rescaled"
     forms = (Factors,)
     wrong_form = "the scheme does not rescale scores by distance"
 
-    def attend_span(self, form: Factors, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def attend_span(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.attend_span`."""
-        table = form.table(key.shape[2])
+        form: Factors = call.form
+        table = form.curve(key.shape[2])
         return attend(query, key, value, table, scaling=call.scaling, relu=form.relu, window=window)
 
 
@@ -113,9 +114,7 @@ class _Chunks:
 
 class _Rescaled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Context[_Settings], query: Tensor, key: Tensor, value: Tensor, factors: Tensor, settings: _Settings
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, factors: Tensor, settings: _Settings) -> Tensor:
         work = _Chunks(query.shape[2], factors, settings, buffer_count=1)
         output = torch.empty_like(query)
         for b in range(query.shape[0]):
@@ -130,7 +129,7 @@ class _Rescaled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[_Settings], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, factors = ctx.saved_tensors
         queries, length = query.shape[2], key.shape[2]
         work = _Chunks(queries, factors, ctx.settings, buffer_count=3)

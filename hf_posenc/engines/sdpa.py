@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..forms import Content
-from ..positions import DensePositions
+from ..core.attention_call import Call
+from ..core.forms import Content
+from ..core.positions import DensePositions, Positions
 from . import chunked
 from .base import Engine
-from .spans import spans
+from .spans import Span, spans
 
 WHOLE = 2**18
 """Largest mask, in entries, that is made for all queries at once on a CPU.
@@ -30,13 +32,12 @@ ROWS = 256
 
 
 class Sdpa(Engine):
-    """`scaled_dot_product_attention`. O(L) memory, except with a user's 4-D mask and while torch compiles."""
+    """`scaled_dot_product_attention`. O(L) memory, except for a 4-D mask, and compiled calls not plainly causal."""
 
     name = "sdpa"
     forms = (Content,)
     wrong_form = "it computes attention without positions, and this scheme changes scores"
     traced = True
-    token_bias = True
     real = True
     value_sizes = True
 
@@ -52,13 +53,13 @@ class Sdpa(Engine):
             return "attention weights were asked for, which only the reference engine has"
         if call.softcap is not None:
             return "the kernel has no soft cap on scores"
-        if call.has_token_bias and call.query.dtype not in (torch.float32, torch.float64):
-            return f"the kernel would add numbers of tokens in {call.query.dtype}"
         return None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
-        if not call.has_token_bias and _is_plainly_causal(call):
+        if isinstance(call.positions, Positions) and call.positions.plain:
             return _attend(call, causal=True), None
+        if (documents := _documents(call)) is not None:
+            return _by_documents(call, documents), None
         if (rows := _rows(call)) < call.query.shape[2]:
             return chunked.by_rows(call, rows, _attend), None
         return _attend(call), None
@@ -66,17 +67,32 @@ class Sdpa(Engine):
 
 def _attend(call: Call, *, causal: bool = False) -> Tensor:
     """Return the kernel's output (B, Q, H, V). It gets a mask if attention is not plainly causal."""
+    value, size = call.value, call.value.shape[-1]
+    if value.device.type == "cpu" and size < call.query.shape[-1]:  # its flash kernel takes one size only
+        value = torch.nn.functional.pad(value, (0, call.query.shape[-1] - size))
     output = torch.nn.functional.scaled_dot_product_attention(
         call.query,
         call.key,
-        call.value,
+        value,
         None if causal else _mask(call),
         dropout_p=call.dropout,
         is_causal=causal,
         scale=call.scaling,
         enable_gqa=bool(call.groups != 1),  # sizes are tensors in torch.jit.trace
     )
-    return output.transpose(1, 2).to(call.query.dtype).contiguous()
+    return output[..., :size].transpose(1, 2).to(call.query.dtype).contiguous()
+
+
+def _by_documents(call: Call, documents: list[Span]) -> Tensor:
+    """Return the output (B, Q, H, V) of plainly causal attention in each document."""
+    everything = slice(None)
+    if len(documents) == 1 and documents[0][1] == everything:
+        return _attend(call, causal=True)
+    output = call.query.new_empty(*call.query.shape[:3], call.value.shape[-1]).transpose(1, 2)
+    for rows, tokens, _ in documents:
+        query, key, value = (each[rows, :, tokens] for each in (call.query, call.key, call.value))
+        output[rows, tokens] = _attend(replace(call, query=query, key=key, value=value), causal=True)
+    return output
 
 
 def _rows(call: Call) -> int:
@@ -86,8 +102,6 @@ def _rows(call: Call) -> int:
         return call.query.shape[2]  # as it is: int() would fix the length of an exported program
     queries, keys = int(call.query.shape[2]), int(call.key.shape[2])  # sizes are tensors in torch.jit.trace
     masks = max(positions.key_valid.shape[0], positions.query_index.shape[0])
-    if call.has_token_bias:
-        masks = call.query.shape[0] * call.query.shape[1]
     on_cpu = call.query.device.type == "cpu"
     if masks * queries * keys <= (WHOLE if on_cpu else PAIRS_ELSEWHERE):
         return queries
@@ -98,24 +112,26 @@ def _rows(call: Call) -> int:
 
 
 def _mask(call: Call) -> Tensor:
-    """Return which keys are visible, bool; or what is added to scores: a user's own float mask, and token biases."""
+    """Return which keys are visible, bool; or a user's own float mask, which is added to scores."""
     positions = call.positions
-    if call.has_token_bias:
-        return positions.mask(call.token_bias()).to(call.query.dtype)
     if isinstance(positions, DensePositions) and positions.seen.is_floating_point():
         return positions.seen.to(call.query.dtype)
     return positions.visible()
 
 
-def _is_plainly_causal(call: Call) -> bool:
-    """Return whether queries and keys are the tokens of one document, without padding, cache and window.
+def _documents(call: Call) -> list[Span] | None:
+    """Return the documents of a call whose queries and keys are the same tokens, without padding and window.
 
-    False while torch compiles, and on devices other than a CPU, where reading positions would wait for the device.
+    None while torch compiles, and on devices other than a CPU, where reading positions would wait for the device.
     """
     positions, length = call.positions, call.query.shape[2]
     if torch.compiler.is_compiling() or call.query.device.type != "cpu" or isinstance(positions, DensePositions):
-        return False
+        return None
     if length != call.key.shape[2] or int(positions.window.min()) < length:
-        return False
-    everything = slice(None)
-    return spans(positions) == [(everything, everything, slice(0, length))]
+        return None
+    if not bool(positions.key_valid.all()):  # what padding computes is read where a prompt ends in it
+        return None
+    documents = spans(positions)
+    if documents is None or any(queries != keys and queries != slice(None) for _, queries, keys in documents):
+        return None
+    return documents

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..forms import Form
-from ..positions import Positions
+from ..core.attention_call import Call
+from ..core.positions import Positions
 from .base import Engine, why_not_near_keys
-
-F = TypeVar("F", bound=Form)
-S = TypeVar("S")
 
 Span = tuple[slice, slice, slice]
 """Batch rows, queries and keys of a piece of plain causal attention. The last query sits on the last key."""
@@ -76,18 +71,7 @@ def _counts_up(index: Tensor) -> bool:
     return bool((index[:, 1:] - index[:, :-1] == 1).all())
 
 
-class Context(Protocol[S]):
-    """The context of a `torch.autograd.Function`, which holds what the forward pass saves for the backward pass."""
-
-    settings: S
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save tensors. The backward pass reads them from `saved_tensors`."""
-
-
-class SpanEngine(Engine, Generic[F]):
+class SpanEngine(Engine):
     """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory."""
 
     def why_not(self, call: Call) -> str | None:
@@ -121,24 +105,17 @@ class SpanEngine(Engine, Generic[F]):
             if call.groups > 1:
                 key, value = (each.repeat_interleave(call.groups, 1) for each in (key, value))
             window = int(positions.window.min())
-            if len(pieces) == 1 and pieces[0][1] == slice(None):
-                rows, _, keys = pieces[0]
-                output = self.attend_span(
-                    call.form, call, query[rows], key[rows, :, keys], value[rows, :, keys], window
-                )
-                return output.transpose(1, 2), None
             output = torch.zeros_like(query)
             for rows, queries, keys in pieces:
                 q, k, v = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
-                output[rows, :, queries] = self.attend_span(call.form, call, q, k, v, window)
+                output[rows, :, queries] = self.attend_span(call, q, k, v, window)
         return output.transpose(1, 2), None
 
-    def attend_span(self, form: F, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    def attend_span(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention; the last query sits on the last key.
 
         Args:
-            form: how the scores depend on distance.
-            call: has the scalings.
+            call: has the form and the scalings.
             query: (B, H, Q, D).
             key: (B, H, L, D), L >= Q.
             value: (B, H, L, D).

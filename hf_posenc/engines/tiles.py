@@ -62,11 +62,6 @@ def by_pair(reversed_: Tensor, last: int, first_key: int, rows: int, keys: int) 
     return reversed_.as_strided((*reversed_.shape[:-1], rows, keys), (*reversed_.stride()[:-1], 1, 1), start)
 
 
-def later(rows: int) -> Tensor:
-    """Return which of the last keys of a chunk are after the query: bool (rows, rows)."""
-    return torch.ones(rows, rows, dtype=torch.bool).triu(1)
-
-
 class Buffers:
     """Memory for the scores of one chunk, reused by the next, since new memory costs as much as a pass over it."""
 

@@ -17,38 +17,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention_call import Call
-from ..forms import Bias, Slopes
+from ..core.attention_call import Call
+from ..core.forms import Bias, Slopes
 from . import tiles
-from .spans import Context, SpanEngine
+from .spans import SpanEngine
 
 ROWS = 256
 """Queries per chunk. Smaller chunks need more kernel calls; larger ones compute more masked pairs on the diagonal."""
 
-MANY_ROWS = 768
-"""Queries per chunk of long sequences. With at least so many the kernel takes 256 at a time instead of 64."""
 
-LONG = 8 * MANY_ROWS
-"""Number of queries from which chunks of MANY_ROWS are faster."""
-
-
-class Toeplitz(SpanEngine[Bias | Slopes]):
+class Toeplitz(SpanEngine):
     """The engine for any bias by distance, with sliding windows."""
 
     name = "toeplitz"
     forms = (Bias, Slopes)
     wrong_form = "the scheme is no additive bias of distance"
 
-    def attend_span(
-        self, form: Bias | Slopes, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int
-    ) -> Tensor:
+    def attend_span(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.attend_span`."""
-        table = tiles.windowed(form.table(key.shape[2]), window)
+        table = tiles.windowed(call.form.curve(key.shape[2]), window)
         return attend(query, key, value, table, scaling=call.scaling)
 
 
@@ -93,7 +86,7 @@ def attend(
         RuntimeError: in a second derivative.
     """
     if pieces is None:
-        pieces = whole(query.shape[2], query.shape[1], ROWS if query.shape[2] < LONG else MANY_ROWS)
+        pieces = whole(query.shape[2], query.shape[1], ROWS)
     output: Tensor = _Toeplitz.apply(query, key, value, table, scaling, tuple(pieces))
     return output
 
@@ -101,7 +94,7 @@ def attend(
 class _Toeplitz(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context[tuple[float, tuple[Piece, ...]]],
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -132,7 +125,7 @@ class _Toeplitz(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[tuple[float, tuple[Piece, ...]]], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, table, output, log_sums = ctx.saved_tensors
         (scaling, pieces), shift, length = ctx.settings, key.shape[2] - query.shape[2], key.shape[2]
         reversed_ = tiles.reversed_table(table, -math.inf)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..live.eval_mode import evaluation
-from ..live.logits import LogitsOf, logits_function, token_losses
+from ..model.eval_mode import evaluation
+from ..model.logits import LogitsOf, logits_function, token_losses
 
 TOKENS_PER_BATCH = 8192
 """Default number of tokens in a batch, about."""
 TOKENS_PER_CPU_BATCH = 1024
 """Default number of tokens in a batch on a CPU. Larger batches do not fit its caches and are no faster."""
-
-Shape = TypeVar("Shape", bound=Hashable)
-
-
-def progress_bar(total: int, what: str, unit: str, shown: bool) -> tqdm[NoReturn]:
-    """Return a tqdm bar that is cleared at the end."""
-    return tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "tok", leave=False, disable=not shown)
 
 
 @dataclass(frozen=True)
@@ -39,21 +31,24 @@ class Reader:
         device: device of the model.
         rank: number of this process, from 0.
         world: number of processes that share the work.
+        progress: whether to show progress bars.
     """
 
     logits_of: LogitsOf
     device: torch.device
     rank: int
     world: int
+    progress: bool
 
-    def batches(
-        self, shapes: Sequence[Shape], length_of: Callable[[Shape], int], batch_size: int | None = None
-    ) -> list[list[int]]:
-        """Return batches of indices. The items of a batch are neighbours and have the same shape.
+    def bar(self, total: int, unit: str) -> tqdm[NoReturn]:
+        """Return a tqdm bar that is cleared at the end."""
+        return tqdm(total=total, unit=unit, unit_scale=unit == "tok", leave=False, disable=not self.progress)
+
+    def batches(self, shapes: Sequence[tuple[int, ...]], batch_size: int | None = None) -> list[list[int]]:
+        """Return batches of indices of items that have the same shape, shapes in the order of their first items.
 
         Args:
-            shapes: shapes of the items.
-            length_of: shape -> number of tokens of an item.
+            shapes: shapes of the items; each begins with the number of tokens.
             batch_size: largest number of items in a batch. None means about 8192 tokens, 1024 on a CPU.
 
         Raises:
@@ -63,25 +58,28 @@ class Reader:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         tokens = TOKENS_PER_CPU_BATCH if self.device.type == "cpu" else TOKENS_PER_BATCH
         batches: list[list[int]] = []
-        for shape, group in groupby(range(len(shapes)), key=shapes.__getitem__):
-            indices, most = list(group), batch_size or max(1, tokens // length_of(shape))
+        for shape in dict.fromkeys(shapes):
+            indices = [index for index, each in enumerate(shapes) if each == shape]
+            most = batch_size or max(1, tokens // shape[0])
             batches += [indices[start : start + most] for start in range(0, len(indices), most)]
         return batches
 
-    def losses(self, windows: Tensor, scored: int) -> Iterator[Tensor]:
-        """Yield the losses of the last `scored` tokens of windows (B, T), window by window, in pieces."""
+    def losses(self, windows: Tensor, scored: int) -> Tensor:
+        """Return the losses of the last `scored` tokens of windows (B, T), (B, scored) float64 on the CPU."""
         size = windows.shape[1]
         windows = windows.to(self.device)
         # Token t is predicted by the output at t - 1.
         pieces = self.logits_of(windows, slice(size - scored - 1, size - 1))
-        yield from token_losses(pieces, windows[:, size - scored :].reshape(-1))
+        losses = list(token_losses(pieces, windows[:, size - scored :].reshape(-1)))
+        return torch.cat(losses).view(len(windows), scored).cpu().double()
 
     def scores(
         self,
-        batches: Sequence[list[int]],
+        shapes: Sequence[tuple[int, ...]],
         score: Callable[[list[int]], Tensor],
         row: tuple[int, ...],
-        bar: tqdm[NoReturn],
+        unit: str,
+        batch_size: int | None = None,
     ) -> Tensor:
         """Divide the batches among the processes, and return the scores of all items in all processes.
 
@@ -90,21 +88,24 @@ class Reader:
         so their sum is exact.
 
         Args:
-            batches: indices of the items of each batch.
+            shapes: shapes of the items, see `batches`.
             score: indices of a batch -> scores of its items, (batch, *row).
             row: shape of the scores of one item.
-            bar: progress bar of the items.
+            unit: name of an item, for the progress bar.
+            batch_size: largest number of items in a batch, see `batches`.
 
         Returns:
             (items, *row) float64 on the CPU.
         """
-        rows = torch.zeros(sum(map(len, batches)), *row, dtype=torch.float64)
-        for number in range(self.rank, self.world * math.ceil(len(batches) / self.world), self.world):
-            batch = batches[number] if number < len(batches) else batches[0]
-            scores = score(batch)
-            if number < len(batches):
-                rows[batch] = scores
-            bar.update(len(batch) * self.world)
+        batches = self.batches(shapes, batch_size)
+        rows = torch.zeros(len(shapes), *row, dtype=torch.float64)
+        with self.bar(len(rows), unit) as bar:
+            for number in range(self.rank, self.world * math.ceil(len(batches) / self.world), self.world):
+                batch = batches[number] if number < len(batches) else batches[0]
+                scores = score(batch)
+                if number < len(batches):
+                    rows[batch] = scores
+                bar.update(len(batch) * self.world)
         if self.world > 1:
             rows = rows.to(self.device)
             dist.all_reduce(rows)
@@ -112,19 +113,18 @@ class Reader:
 
 
 @contextmanager
-def reading(model: nn.Module, tokens: Tensor, *, distributed: bool = False) -> Iterator[Reader]:
+def reading(model: nn.Module, tokens: Tensor, *, distributed: bool = False, progress: bool = False) -> Iterator[Reader]:
     """Read a model within a `with` block.
 
     Args:
         model: a causal language model; set to eval mode and back.
         tokens: (N,) for the trial of `logits_function`, the same in all processes.
         distributed: divide batches among the processes of `torch.distributed`.
+        progress: show progress bars.
 
     Raises:
-        RuntimeError: for `distributed` without an initialised process group.
+        ValueError: for `distributed` without an initialised process group.
     """
-    if distributed and not dist.is_initialized():
-        raise RuntimeError("distributed=True needs torch.distributed.init_process_group first")
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     with evaluation(model), torch.no_grad():
-        yield Reader(logits_function(model, tokens), next(model.parameters()).device, rank, world)
+        yield Reader(logits_function(model, tokens), next(model.parameters()).device, rank, world, progress)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..measurement import Result
-from .batches import progress_bar, reading
+from ..core.measurement import Result
+from .batches import reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def measure_generation(
         model: a causal language model, patched or not; set to eval mode and back.
         prompts: sequences `(P,)` int64 of at least one token each. Repeat a prompt for several samples of it.
         lengths: numbers of generated tokens, at least 1.
-        ends: ids of end-of-text tokens. None means those of the model's generation config, or of its config.
+        ends: ids of end-of-text tokens. None means those of the model's generation config.
         temperature: 0 takes the likeliest token, which shows repetition at its worst. Above 0, tokens are drawn from
             `softmax(logits / temperature)`.
         ngram: tokens in an n-gram, at least 1.
@@ -84,8 +84,8 @@ def measure_generation(
         One measurement per length, in the order of `lengths`.
 
     Raises:
-        ValueError: for a number out of range, a prompt that is empty, or no `ends` where the configs have none.
-        RuntimeError: for `distributed` without an initialised process group.
+        ValueError: for a number out of range, a prompt that is empty, no `ends` where the configs have none, or
+            `distributed` without a process group.
     """
     if not lengths or min(lengths) < 1 or ngram < 1 or temperature < 0:
         raise ValueError(
@@ -95,7 +95,6 @@ def measure_generation(
     if not prompts or any(prompt.dim() != 1 or not len(prompt) for prompt in prompts):
         raise ValueError("prompts must be one or more sequences of shape (P,), each with a token")
     ending = set(_end_tokens(model) if ends is None else ends)
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     longest = max(lengths)
 
     def score(batch: list[int]) -> Tensor:
@@ -105,10 +104,9 @@ def measure_generation(
         rows = [[_ending(text[:length], ending, ngram) for length in lengths] for text in texts]
         return torch.tensor(rows, dtype=torch.float64)
 
-    bar = progress_bar(len(prompts), "generation", "text", progress)
-    with reading(model, prompts[0], distributed=distributed) as reader, bar:
-        groups = reader.batches([len(prompts[index]) for index in order], lambda length: length + longest, batch_size)
-        scores = reader.scores([[order[place] for place in group] for group in groups], score, (len(lengths), 3), bar)
+    with reading(model, prompts[0], distributed=distributed, progress=progress) as reader:
+        shapes, row = [(len(prompt) + longest,) for prompt in prompts], (len(lengths), 3)
+        scores = reader.scores(shapes, score, row, "text", batch_size)
     return [
         GenerationMeasurement(
             length=length,
@@ -137,12 +135,11 @@ def _ending(text: list[int], ends: set[int], ngram: int) -> tuple[bool, float, b
 
 
 def _end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the ids of end-of-text tokens that the configs of a model name; ValueError without any."""
-    for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return list(ids) if isinstance(ids, list | tuple) else [ids]
-    raise ValueError("the model's config names no end-of-text token: give ends=[...], or ends=[] for repetition alone")
+    """Return the ids of end-of-text tokens that the generation config of a model names; ValueError without any."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        raise ValueError("the model's config names no end-of-text token: give ends=[...], or ends=[] for repetition")
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
 
 
 def _continuations(model: nn.Module, tokens: Tensor, length: int, temperature: float, chances: Tensor | None) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import HfPosencError
-from ..live.patch_record import patch_of
-from ..verification import verify
+from ..checking.verify import verify
+from ..core.errors import HfPosencError
+from ..model.patch_record import patch_of
 
 
 def harness_model(

@@ -1,4 +1,4 @@
-"""Perplexity of a causal language model at one context length, measured in two ways.
+"""Perplexity in two kinds of windows, loss by position and bits per byte of a text, at several context lengths.
 
 If a text is cut into fresh windows, the first tokens of every window have almost no context. Longer windows have fewer
 such tokens, so perplexity falls even if the model does not use the longer context. This is the *early token curse*
@@ -7,14 +7,15 @@ full context and has no such gain. Always read both, at the same lengths.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from ..measurement import Result
-from .batches import progress_bar, reading
+from ..core.measurement import Result
+from .batches import Reader, reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,9 @@ class Perplexity(Result):
     tokens: int
     nll: float
 
-    def bits_per_byte(self, byte_counts: Sequence[int] | None) -> float | None:
-        """Return bits per byte, given the number of bytes of each text; None if it is not given."""
-        return self.nll / math.log(2) / sum(byte_counts) if byte_counts is not None else None
+    def bits_per_byte(self, byte_counts: Sequence[int]) -> float:
+        """Return bits per byte, given the number of bytes of each text."""
+        return self.nll / math.log(2) / sum(byte_counts)
 
     @property
     def loss(self) -> float:
@@ -55,91 +56,268 @@ class Perplexity(Result):
         return math.inf if self.loss >= 709 else math.exp(self.loss)
 
 
-def sliding_window_perplexity(
-    model: nn.Module, tokens: Tensor, *, length: int, stride: int, batch_size: int | None = None, progress: bool = False
-) -> Perplexity:
-    """Score all tokens except the first once, with nearly the full context.
+@dataclass(frozen=True, kw_only=True)
+class PositionLoss(Result):
+    """Mean loss in one bin of positions in a fresh window, or in a segment.
 
-    After the first window, every token has a context of at least `length - stride` tokens. The first window covers the
-    tokens `0 .. length - 1` and scores all of them except token 0, which nothing predicts. Each further window but the
-    last starts `stride` tokens later and scores its last `stride` tokens. The last one has `length` tokens, ends with
-    the text and scores the rest. So `N - 1` tokens are scored whatever the length and stride.
+    Attributes:
+        first: first position of the bin, from 0. The token at position 0 of a fresh window is never predicted.
+        last: last position of the bin, plus one.
+        tokens: number of scored tokens in the bin, over all windows.
+        loss: mean negative log-likelihood of these tokens, in nats.
+    """
+
+    first: int
+    last: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextMeasurement(Result):
+    """Measurement at one context length.
+
+    Attributes:
+        length: tokens in a window.
+        sliding: perplexity from sliding windows, in which every token has nearly the full context.
+        non_overlapping: perplexity from fresh windows, which do not overlap.
+        by_position: loss by the token's position in a fresh window, in bins `[1, 2), [2, 4), [4, 8), ...`.
+        bits_per_byte: negative `log2` likelihood of the text from the sliding windows, divided by its bytes. Use it to
+            compare models with different tokenizers. The first token of a document is not predicted but its bytes
+            count, which matters only for short documents. None without byte counts.
+    """
+
+    derived = ("early_token_gap",)
+
+    length: int
+    sliding: Perplexity
+    non_overlapping: Perplexity
+    by_position: tuple[PositionLoss, ...]
+    bits_per_byte: float | None
+
+    @property
+    def early_token_gap(self) -> float:
+        """The loss in fresh windows minus the loss in sliding windows, in nats per token.
+
+        This is the early-token curse (Press et al. 2021, appendix B). The gap shrinks as windows grow, so
+        non-overlapping perplexity can fall even if the model does not use the longer context.
+        """
+        return self.non_overlapping.loss - self.sliding.loss
+
+
+def measure_context(
+    model: nn.Module,
+    documents: Sequence[Tensor],
+    *,
+    lengths: Sequence[int],
+    stride: int | None = None,
+    byte_counts: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    distributed: bool = False,
+    progress: bool = False,
+) -> list[ContextMeasurement]:
+    """Measure a model on whole documents, in one pass for each context length.
+
+    Windows never cross documents. In a document of `N` tokens the sliding perplexity scores `N - 1` tokens, and the
+    non-overlapping perplexity `N - ceil(N / length)`. A document of at most `length` tokens is one window for both.
+
+    The first sliding window scores all of its tokens but the first, which nothing predicts. Each further window but the
+    last starts `stride` tokens later and scores its last `stride` tokens, so these have a context of at least
+    `length - stride` tokens. The last one has `length` tokens, ends with the document and scores the rest. Fresh
+    windows score all tokens but the first of each.
 
     Args:
-        model: a causal language model, patched or not; set to eval mode and back.
-        tokens: `(N,)` int64, `N >= length`, on any device.
-        length: tokens in a window, at least 2.
-        stride: tokens from one window to the next, `1 .. length - 1`. A smaller stride gives more context but takes
-            longer: the model computes the text about `length / stride` times.
+        model: a causal language model, patched or not; set to eval mode and back. Under FSDP pass the wrapped model
+            and `distributed=True`, because all processes take part in every forward pass.
+        documents: sequences `(N,)` int64; at least one has 2 tokens.
+        lengths: context lengths, in tokens per window, all at least 2.
+        stride: tokens from one sliding window to the next, less than all lengths. None means a quarter of the length,
+            or half of it if a quarter is no integer. A stride that divides a length is faster, because windows are
+            then sliding and fresh at once.
+        byte_counts: number of bytes of each document's text, for bits per byte.
         batch_size: windows per forward pass. None means about 8192 tokens, 1024 on a CPU.
-        progress: show a progress bar, in scored tokens.
+        distributed: divide the windows among the processes of `torch.distributed`. All processes get the same result,
+            whatever their number.
+        progress: show a progress bar, in windows.
+
+    Returns:
+        One measurement per length, in the order of `lengths`.
 
     Raises:
-        ValueError: for a length or stride out of range, or a text shorter than `length`.
+        ValueError: for a length, stride or number out of range, if all documents are too short to predict a token, or
+            for `distributed` without a process group.
     """
-    total = _check_tokens(tokens, length)
-    if not 1 <= stride < length:
-        raise ValueError(f"stride must lie between 1 and length - 1 = {length - 1}, not {stride}")
-    spans = [(0, 1, length)]  # see `_score`
-    while (scored := spans[-1][2]) < total:
-        end = min(scored + stride, total)
-        spans.append((end - length, scored, end))
-    return _score(model, tokens, spans, length, stride, "sliding", batch_size, progress)
+    check_documents(documents)
+    if byte_counts is not None and len(byte_counts) != len(documents):
+        raise ValueError(f"there are {len(documents)} documents and {len(byte_counts)} byte counts")
+    strides = [stride_of(length, stride) for length in lengths]
+    measured = []
+    with reading(model, max(documents, key=len), distributed=distributed, progress=progress) as reader:
+        for length, step in zip(lengths, strides, strict=True):
+            sliding, fresh, by_position = _measure(reader, documents, length, step, batch_size)
+            bits = None if byte_counts is None else sliding.bits_per_byte(byte_counts)
+            perplexities = {"sliding": sliding, "non_overlapping": fresh}
+            row = ContextMeasurement(length=length, **perplexities, by_position=by_position, bits_per_byte=bits)
+            measured.append(row)
+    return measured
 
 
 def non_overlapping_perplexity(
     model: nn.Module, tokens: Tensor, *, length: int, batch_size: int | None = None, progress: bool = False
 ) -> Perplexity:
-    """Cut the text into fresh windows of `length` tokens, and score all tokens except the first of each window.
+    """Return the non-overlapping perplexity of one text `(N,)` of at least `length` tokens, see `measure_context`."""
+    stride_of(length, None)
+    check_documents([tokens], length)
+    with reading(model, tokens, progress=progress) as reader:
+        return _measure(reader, [tokens], length, None, batch_size)[1]
 
-    The last window can be shorter, and is left out if it has a single token. `N - ceil(N / length)` tokens are scored.
+
+def short_context_regression(
+    before: Sequence[ContextMeasurement], after: Sequence[ContextMeasurement], *, trained_length: int
+) -> dict[int, float]:
+    """Compare a model with its base at lengths up to the base's trained length.
 
     Args:
-        model: a causal language model, patched or not; set to eval mode and back.
-        tokens: `(N,)` int64, `N >= length`, on any device.
-        length: tokens in a window, at least 2.
-        batch_size: windows per forward pass. None means about 8192 tokens, 1024 on a CPU.
-        progress: show a progress bar, in scored tokens.
+        before: measurements of the base.
+        after: measurements of the swapped model, on the same text.
+        trained_length: length that the base was trained at, in tokens.
+
+    Returns:
+        Length up to `trained_length` -> change of the sliding-window loss, in nats per token. Positive means worse.
+    """
+    reference = {row.length: row.sliding.loss for row in before if row.length <= trained_length}
+    return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
+
+
+def effective_length(
+    values: Mapping[int, float], *, at_most: float | None = None, at_least: float | None = None
+) -> int | None:
+    """Return the longest length up to which a measured value stays within a limit.
+
+    Lengths are read from the shortest to the longest. The result is the last one that passes before the first that
+    fails; lengths that fail before any passes, for want of context, do not count. Where a value only gets worse with
+    length this is RULER's rule, the longest length that passes (Hsieh et al. 2024, arXiv:2404.06654, section 4). RULER
+    has one limit of accuracy for all models, 85.6 %. NoLiMa takes 85 % of a model's own accuracy at short lengths. For
+    a loss, take that of the unpatched base at its trained length and add a margin, for instance 0.05 nats.
+
+    Args:
+        values: length in tokens -> loss or accuracy.
+        at_most: largest value that passes, for losses.
+        at_least: least value that passes, for accuracies.
+
+    Returns:
+        A length of `values`; None if no length passes. NaN does not pass.
 
     Raises:
-        ValueError: for a length out of range, or a text shorter than `length`.
+        ValueError: unless one of `at_most` and `at_least` is given.
     """
-    total = _check_tokens(tokens, length)
-    spans = [(start, start + 1, min(start + length, total)) for start in range(0, total - 1, length)]
-    return _score(model, tokens, spans, length, length, "non_overlapping", batch_size, progress)
+    if (at_most is None) == (at_least is None):
+        raise ValueError("give one limit: at_most for losses, at_least for accuracies")
+    found = None
+    for length in sorted(values):
+        passes = values[length] <= at_most if at_most is not None else values[length] >= (at_least or 0)
+        if found is not None and not passes:
+            break
+        found = length if passes else found
+    return found
 
 
-def _check_tokens(tokens: Tensor, length: int) -> int:
-    """Return the number of tokens; ValueError for a wrong shape, a length under 2, or fewer than `length` tokens."""
-    if tokens.dim() != 1:
-        raise ValueError(f"tokens must be one sequence of shape (N,), not {tuple(tokens.shape)}")
+def check_documents(documents: Sequence[Tensor], least: int = 2) -> None:
+    """Raise ValueError unless these are texts, and one of them has so many tokens."""
+    if any(document.dim() != 1 for document in documents):
+        raise ValueError(f"a text must have the shape (N,), not {[tuple(document.shape) for document in documents]}")
+    if (longest := max(map(len, documents), default=0)) < least:
+        raise ValueError(f"the longest text has {longest} tokens, fewer than {least}: there is nothing to predict")
+
+
+def stride_of(length: int, stride: int | None) -> int:
+    """Return the stride at a length, by default a quarter of it; ValueError if either is out of range."""
     if length < 2:
         raise ValueError(f"length must be at least 2, not {length}: a window of one token predicts nothing")
-    if len(tokens) < length:
-        raise ValueError(f"the text has {len(tokens)} tokens, fewer than the {length} of one window")
-    return len(tokens)
+    if stride is None:
+        stride = next(length // parts for parts in (4, 2, length) if length % parts == 0)
+    if not 1 <= stride < length:
+        raise ValueError(f"stride must lie between 1 and length - 1 = {length - 1}, not {stride}")
+    return stride
 
 
-def _score(
-    model: nn.Module,
-    tokens: Tensor,
-    spans: list[tuple[int, int, int]],
-    length: int,
-    stride: int,
-    method: str,
-    batch_size: int | None,
-    progress: bool,
-) -> Perplexity:
-    """Return the perplexity of windows. A span is the window's start, its first scored token, and its end."""
-    nll, total = 0.0, sum(end - first for _, first, end in spans)
-    shapes = [(first - start, end - start) for start, first, end in spans]
-    bar = progress_bar(total, f"{method.replace('_', '-')} {length}", "tok", progress)
-    with reading(model, tokens) as reader, bar:
-        for batch in reader.batches(shapes, lambda _: length, batch_size):
-            # All windows of a batch have the same length and score the same number of tokens.
-            _, first, end = spans[batch[0]]
-            windows = torch.stack([tokens[start:end] for start, _, end in (spans[index] for index in batch)])
-            for losses in reader.losses(windows, end - first):
-                nll += losses.sum(dtype=torch.float64).item()
-            bar.update(len(batch) * (end - first))
-    return Perplexity(method=method, length=length, stride=stride, windows=len(spans), tokens=total, nll=nll)
+@dataclass(frozen=True)
+class _Window:
+    """Tokens `start .. end - 1` of a document. The sliding perplexity scores the tokens `scored .. end - 1`.
+
+    If `fresh`, the non-overlapping perplexity scores all tokens but the first.
+    """
+
+    document: int
+    start: int
+    end: int
+    scored: int
+    fresh: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Length of the window and number of scored predictions. A batch has windows of one shape."""
+        first = self.start + 1 if self.fresh else self.scored
+        return self.end - self.start, self.end - first
+
+
+def _windows(documents: Sequence[Tensor], length: int, stride: int | None) -> list[_Window]:
+    """Return the sliding windows (unless `stride` is None) and the fresh windows of all documents."""
+    found = []
+    for index, document in enumerate(documents):
+        total = len(document)
+        scored_from: dict[tuple[int, int], int] = {}  # sliding window -> its first scored token
+        if stride is not None and total > 1:
+            end = min(length, total)
+            scored_from[0, end] = 1
+            while end < total:
+                scored, end = end, min(end + stride, total)
+                scored_from[end - length, end] = scored
+        new = {(start, min(start + length, total)): None for start in range(0, total - 1, length)}
+        found += [_Window(index, *span, scored_from.get(span, span[1]), span in new) for span in scored_from | new]
+    return found
+
+
+def _measure(
+    reader: Reader, documents: Sequence[Tensor], length: int, stride: int | None, batch_size: int | None
+) -> tuple[Perplexity, Perplexity, tuple[PositionLoss, ...]]:
+    """Return both perplexities at one length, and the losses by position in fresh windows."""
+    windows = _windows(documents, length, stride)
+    bins = list(pairwise([*(1 << power for power in range(max(1, math.ceil(math.log2(length))))), length]))
+    row = (2, 1 + len(bins))
+
+    def score(batch: list[int]) -> Tensor:
+        """Return sums and numbers of losses, (B, 2, 1 + bins): of the sliding perplexity, then of fresh windows."""
+        chosen = [windows[index] for index in batch]
+        tokens = torch.stack([documents[window.document][window.start : window.end] for window in chosen])
+        scores = torch.zeros(len(batch), *row, dtype=torch.float64)
+        for (sums, counts), window, losses in zip(
+            scores, chosen, reader.losses(tokens, chosen[0].shape[1]), strict=True
+        ):
+            parts = [losses[len(losses) - (window.end - window.scored) :]]
+            parts += [
+                losses[first - 1 : last - 1] for first, last in bins if window.fresh
+            ]  # the first is of position 1
+            for number, part in enumerate(parts):
+                sums[number], counts[number] = part.sum(), len(part)
+        return scores
+
+    shapes = [window.shape for window in windows]
+    sums, counts = reader.scores(shapes, score, row, "window", batch_size).unbind(1)
+    nll, tokens = sums.contiguous().sum(0).tolist(), [int(count) for count in counts.sum(0).tolist()]
+
+    def perplexity(method: str, step: int, number: int, part: slice) -> Perplexity:
+        sizes = {"length": length, "stride": step, "windows": number, "tokens": sum(tokens[part])}
+        return Perplexity(method=method, nll=sum(nll[part]), **sizes)
+
+    by_position = tuple(
+        PositionLoss(first=first, last=last, tokens=count, loss=total / count)
+        for (first, last), total, count in zip(bins, nll[1:], tokens[1:], strict=True)
+        if count
+    )
+    sliding = sum(window.scored < window.end for window in windows)
+    return (
+        perplexity("sliding", stride or length, sliding, slice(1)),
+        perplexity("non_overlapping", length, sum(window.fresh for window in windows), slice(1, None)),
+        by_position,
+    )

@@ -10,11 +10,8 @@ The result equals one long forward pass in which, in every layer, a token sees i
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,45 +20,20 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..api import schemes_of
-from ..errors import UnsupportedModelError
+from ..core.errors import UnsupportedModelError
+from ..core.modules import PositionEmbedding
 from ..families.base import language_config
-from ..live.base_model import BaseModel
-from ..live.logits import IGNORED, token_losses
-from ..live.patch_record import without_adapter
-from ..measurement import Result
-from ..modules import PositionEmbedding
+from ..model.base_model import BaseModel
+from ..model.logits import IGNORED, token_losses
+from ..model.patch_record import without_adapter
 from ..patching.changes import NoEmbedding
 from ..schemes.base import by_layer_type, depends_on_length
-from ..upstream.rotary import IdentityRotary
-from .batches import Reader, progress_bar, reading
-from .context import PositionLoss, check_documents, losses_by_position, position_edges
-from .perplexity import Perplexity
+from ..transformers_glue.rotary import IdentityRotary
+from .batches import Reader, reading
+from .perplexity import Perplexity, check_documents
 
 KEY_VALUE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers of transformers that store only keys and values of single tokens."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecurrenceMeasurement(Result):
-    """Perplexity of a text that was read in segments, and how fast it was read.
-
-    Attributes:
-        segment: tokens in a segment, `T`.
-        memory: tokens of memory before a segment, `M`; 0 means independent segments.
-        perplexity: perplexity of all tokens except the first of each document. Its `length` is `M + T`, and its
-            `windows` are the segments.
-        by_position: loss by the token's position in its segment, in bins `[0, 1), [1, 2), [2, 4), ...`. The last token
-            of a segment predicts the token at position 0 of the next one.
-        bits_per_byte: bits per byte of the text, see `ContextMeasurement`; None without byte counts.
-        tokens_per_second: speed of reading and computing the loss.
-    """
-
-    segment: int
-    memory: int
-    perplexity: Perplexity
-    by_position: tuple[PositionLoss, ...]
-    bits_per_byte: float | None
-    tokens_per_second: float = field(compare=False)
 
 
 def measure_recurrence(
@@ -70,17 +42,16 @@ def measure_recurrence(
     *,
     segment: int,
     memory: int,
-    byte_counts: Sequence[int] | None = None,
     batch_size: int | None = None,
     progress: bool = False,
-) -> RecurrenceMeasurement:
+) -> Perplexity:
     """Read documents segment by segment with memory, and score all tokens except the first of each document.
 
     With `L` layers the context of a token reaches `L * memory` tokens before its segment, because the tokens in memory
     have themselves read a memory. Every token is computed once, and attends to at most `memory + segment` tokens. For
-    comparison, `memory=0` scores the same tokens from independent segments. In
-    `sliding_window_perplexity(length=memory + segment, stride=segment)` the context ends after the same span in every
-    layer, and the text is computed `(memory + segment) / segment` times.
+    comparison, `memory=0` scores the same tokens from independent segments. In sliding windows of `memory + segment`
+    tokens with the stride `segment`, the context ends after the same span in every layer, and the text is computed
+    `(memory + segment) / segment` times.
 
     Position ids count through a whole document. Schemes on scores read their differences, which are exact. Rotary
     angles are float32 in transformers: at position `p` their error is up to `p * 6e-8` radians.
@@ -90,10 +61,12 @@ def measure_recurrence(
         documents: sequences `(N,)` int64; at least one has 2 tokens. Memory never crosses documents.
         segment: tokens in a segment, at least 1.
         memory: tokens of memory, at least 0.
-        byte_counts: number of bytes of each document's text, for bits per byte.
         batch_size: documents per forward pass. None means about 8192 tokens, 1024 on a CPU. Segments of one document
             are never in one batch, because each needs the memory of the one before.
         progress: show a progress bar, in tokens.
+
+    Returns:
+        The perplexity. Its `length` is `memory + segment`, and its `windows` are the segments.
 
     Raises:
         ValueError: for a number out of range, or if all documents are too short to predict a token.
@@ -101,52 +74,22 @@ def measure_recurrence(
             frequencies that depend on the length, factors that grow with the position), or if the model stores more
             of the past than keys and values.
     """
-    check_documents(documents, byte_counts)
+    check_documents(documents)
     for name, value, least in (("segment", segment, 1), ("memory", memory, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, not {value}")
     if memory:
         check_memory(model)
     longest_first = sorted((document for document in documents if len(document) > 1), key=len, reverse=True)
-    total = sum(len(document) - 1 for document in longest_first)
-    bar = progress_bar(total, f"segments {segment} + {memory}", "tok", progress)
-    with reading(model, longest_first[0]) as reader, bar:
-        batches = reader.batches([None] * len(longest_first), lambda _: segment, batch_size)
-        start = time.perf_counter()
-        nll, counts = torch.zeros(2, segment, dtype=torch.float64)
-        for batch in batches:
-            for losses, counted in _read_segments(reader, [longest_first[index] for index in batch], segment, memory):
-                nll[: losses.shape[1]] += losses.sum(0)
-                counts[: losses.shape[1]] += counted.sum(0)
-                bar.update(int(counted.sum()))
-        speed = total / (time.perf_counter() - start)
+    total, nll = sum(len(document) - 1 for document in longest_first), 0.0
+    with reading(model, longest_first[0], progress=progress) as reader, reader.bar(total, "tok") as bar:
+        for batch in reader.batches([(segment,)] * len(longest_first), batch_size):
+            for losses in _read_segments(reader, [longest_first[index] for index in batch], segment, memory):
+                nll += losses.sum().item()
+                bar.update(len(losses))
     windows = sum(math.ceil((len(document) - 1) / segment) for document in longest_first)
-    # Sums are by the position of the output. The predicted token is one position further on.
-    return _measurement(segment, memory, windows, nll.roll(1), counts.roll(1), byte_counts, speed)
-
-
-def _measurement(
-    segment: int,
-    memory: int,
-    windows: int,
-    nll: Tensor,
-    counts: Tensor,
-    byte_counts: Sequence[int] | None,
-    speed: float,
-) -> RecurrenceMeasurement:
-    """Return the measurement from sums of losses, and numbers of losses, by position in the segment, (T,)."""
-    span = {"length": memory + segment, "stride": segment, "windows": windows, "tokens": int(counts.sum())}
-    perplexity = Perplexity(method="segment_recurrence", nll=nll.sum().item(), **span)
-    edges = [0, *position_edges(segment)]
-    bins = [[values[first:last].sum().item() for first, last in pairwise(edges)] for values in (nll, counts)]
-    return RecurrenceMeasurement(
-        segment=segment,
-        memory=memory,
-        perplexity=perplexity,
-        by_position=losses_by_position(edges, *bins),
-        bits_per_byte=perplexity.bits_per_byte(byte_counts),
-        tokens_per_second=speed,
-    )
+    span = {"length": memory + segment, "stride": segment, "windows": windows, "tokens": total}
+    return Perplexity(method="segment_recurrence", nll=nll, **span)
 
 
 def memory_cache(memory: int) -> Cache:
@@ -162,32 +105,27 @@ def memory_cache(memory: int) -> Cache:
 
 def check_memory(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for a model that cannot be read with memory, see `measure_recurrence`."""
-    for reason in _reasons_against_memory(without_adapter(model)):
-        raise UnsupportedModelError(reason)
-
-
-def _reasons_against_memory(model: PreTrainedModel) -> Iterator[str]:
-    """Yield the reasons why a model cannot be read with memory."""
+    model = without_adapter(model)
     base, schemes = BaseModel.of(model), schemes_of(model)
     table, rotary = base.modules.position_table, base.modules.rotary
     if base.hides_attention:
-        yield (
+        raise UnsupportedModelError(
             f"the attention of this {base.name} does not go through transformers' attention interface, and its own "
             "tables or masks do not include memory: patch it first"
         )
     adding = [module for module in model.modules() if isinstance(module, PositionEmbedding)]
     if isinstance(table, torch.nn.Embedding) or not all(isinstance(module, NoEmbedding) for module in adding):
-        yield (
+        raise UnsupportedModelError(
             f"this {base.name} adds position vectors, so positions act by more than distances: in segments they would "
             "grow past every length that the model has seen. Memory needs a scheme of distances, or nope: measure "
             "sliding windows instead"
         )
-    rotations = [parameters or {} for scheme in schemes for parameters in scheme.acts_on.rotations(scheme)]
+    rotations = [parameters or {} for scheme in schemes for parameters in scheme.rotations()]
     if not isinstance(rotary, IdentityRotary | None):
         rotations.append(base.rotation.own())
     every = [each for rotation in rotations for each in by_layer_type(rotation).values()]
     if by_length := sorted(str(each["rope_type"]) for each in every if depends_on_length(each)):
-        yield (
+        raise UnsupportedModelError(
             f"the rotary frequencies of this {base.name} depend on the length that has been read (rope_type "
             f"{by_length[0]}), and the keys in memory were rotated with other frequencies"
         )
@@ -195,29 +133,26 @@ def _reasons_against_memory(model: PreTrainedModel) -> Iterator[str]:
     if base.has_temperature or any(
         getattr(each, name) != off for each in base.modules.attentions for name, off in switches
     ):
-        yield (
+        raise UnsupportedModelError(
             f"this {base.name} multiplies its queries by a factor that grows with the position, so scores with tokens "
             "in memory depend on more than the distance"
         )
     if base.family.names.attention_layer_index is None:
-        yield f"this {base.name} has no cache, so no keys and values of earlier segments"
+        raise UnsupportedModelError(f"this {base.name} has no cache, so no keys and values of earlier segments")
     layers = DynamicCache(config=language_config(model.config)).layers
     # Layers that borrow keys and values store none.
     kinds_of_layers = {type(layer) for index, layer in enumerate(layers) if index not in base.lenders}
     if base.family.hybrid or kinds_of_layers - set(KEY_VALUE_LAYERS):
-        yield (
+        raise UnsupportedModelError(
             f"layers of this {base.name} store something else than keys and values of single tokens, which cannot be "
             "cut to the last tokens"
         )
 
 
-def _read_segments(
-    reader: Reader, documents: Sequence[Tensor], segment: int, memory: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Read a batch of documents, longest first. Yield for each segment its losses and a mask of the scored tokens.
+def _read_segments(reader: Reader, documents: Sequence[Tensor], segment: int, memory: int) -> Iterator[Tensor]:
+    """Read a batch of documents, longest first. Yield for each segment the losses of its tokens, (N,) float64.
 
-    Both are (B, up to T) float64 on the CPU, and the mask is 0 or 1. Documents are padded at their end, where the
-    causal mask hides the padding.
+    Documents are padded at their end, where the causal mask hides the padding.
     """
     segments = [(document[:-1].split(segment), document[1:].split(segment)) for document in documents]
     cache, rows = memory_cache(memory) if memory else None, len(documents)
@@ -236,4 +171,4 @@ def _read_segments(
             raise UnsupportedModelError(
                 "the model does not store its keys and values in the cache that it is called with"
             )
-        yield losses.view_as(targets).double().cpu(), (targets != IGNORED).double().cpu()
+        yield losses[targets.flatten() != IGNORED].double()

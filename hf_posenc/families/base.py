@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import reduce
+from typing import Any, Literal, cast
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..core.errors import UnsupportedModelError
+from ..core.registry import family_for, reason_against
 from .gguf_blocks import GgufBlock
 from .own_attention import OwnAttention
-from .refused import missing_release
+from .refused import DECODER_HALF, missing_release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,10 @@ class Names:
     config_length: str = "max_position_embeddings"
 
 
+KEYS_OF_4 = {key: key for key in ("rope_theta", "partial_rotary_factor", "rope_scaling")}
+"""`RotationFacts.keys_of_4` of most model types."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotationFacts:
     """How a base rotates queries and keys. The defaults are LLaMA's.
@@ -93,17 +99,25 @@ class RotationFacts:
         config_thetas: list with the base of frequencies of each layer, 0 where the layer does not rotate. The decoder
             then makes cosines and sines from this list, not by `rotary`.
         rotates: function (attention) -> whether its layer rotates, where the family's code decides.
-        rescales: the constructor of an attention multiplies `scaling` by a factor from `rope_parameters` (YaRN's
-            `mscale_all_dim`).
         config_layers: lists the layers that `rotary` serves. A model with other layers, which another module serves, is
             refused. `None` means that it serves all.
         parameter_coordinates: divides the pairs of a head among the coordinates of a position. Position ids are then
             (3, B, T), or (4, B, T) with those of the text first. `None` means that a position is one number.
         parameter_temperature: keys of a factor on queries that grows with the position. The first key is the strength
             of the factor; 0 means no factor.
+        parameter_rescales: keys of a factor by which the constructor of an attention multiplies `scaling`. Without the
+            first key there is no factor.
+        parameter_magnitudes: factors on cosines and sines that `rotary` reads in place of transformers' own.
+        parameter_frequencies: what `rotary` itself computes frequencies from, under a `rope_type` of transformers.
         attention_temperature: attribute of an attention with such a factor -> the value that switches the factor off.
         unrotated_twin: model type that computes the same and can leave layers unrotated; it may be this type. A model
             with some unrotated layers is exported as this type. `None` means that no such type exists.
+        wide_twin: model type that computes the same and has biases of queries and keys: with wider heads it holds a
+            scheme whose scores are waves of the distance. Such a model is exported as this type if its own type cannot
+            hold it. `None` means that no other type computes the same.
+        keys_of_4: what a rotation consists of -> the setting in which transformers 4 reads it: `rope_theta`,
+            `windowed_theta` (of layers with a sliding window), `partial_rotary_factor`, `rope_scaling`. What is not
+            here transformers 4 does not know for this type.
     """
 
     rotary: str | None = "rotary_emb"
@@ -120,12 +134,32 @@ class RotationFacts:
     config_switches: str | None = None
     config_thetas: str | None = None
     rotates: Callable[[nn.Module], bool] | None = None
-    rescales: bool = False
     config_layers: str | None = None
     parameter_coordinates: str | None = None
     parameter_temperature: tuple[str, ...] = ()
+    parameter_rescales: tuple[str, ...] = ()
+    parameter_magnitudes: tuple[str, ...] = ()
+    parameter_frequencies: tuple[str, ...] = ()
     attention_temperature: Mapping[str, Any] = field(default_factory=dict)
     unrotated_twin: str | None = None
+    wide_twin: str | None = None
+    keys_of_4: Mapping[str, str] = field(default_factory=lambda: dict(KEYS_OF_4))
+
+    @property
+    def parameters_read(self) -> frozenset[str]:
+        """Keys of `rope_parameters` that the family's own code reads, beside transformers' functions."""
+        fields = (self.parameter_temperature, self.parameter_rescales, self.parameter_magnitudes)
+        coordinates = () if self.parameter_coordinates is None else (self.parameter_coordinates,)
+        return frozenset(coordinates).union(*fields, self.parameter_frequencies)
+
+    def kept(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what other frequencies leave as it is: the `rope_parameters` of factors that its code computes."""
+        if parameters.get("rope_type") == "default":
+            return {}
+        factors = (
+            keys for keys in (self.parameter_rescales, self.parameter_magnitudes) if keys and parameters.get(keys[0])
+        )
+        return {key: parameters[key] for keys in factors for key in keys if key in parameters}
 
 
 NO_ROTARY = RotationFacts(rotary=None)
@@ -272,6 +306,26 @@ def base_model_type(config: Any) -> str:
     return str(type(config).model_type or config.model_type).removeprefix("posenc_")
 
 
+def family_of(config: Any) -> Family:
+    """Return the family that serves the models of a config, or the language model inside them.
+
+    Args:
+        config: stock or ours. Checkpoints of one multimodal type may have different language models inside.
+
+    Raises:
+        UnsupportedModelError: if no family does.
+    """
+    model_type, inside = str(type(config).model_type).removeprefix("posenc_"), base_model_type(config)
+    try:
+        return family_for(inside)
+    except UnsupportedModelError as error:
+        if reason_against(model_type) is not None or (inside == model_type and not config.is_encoder_decoder):
+            raise
+        half = f"it is an encoder-decoder, {DECODER_HALF.partition(', ')[2]}"
+        reason = half if config.is_encoder_decoder else f"of the language model inside it is said: {error}"
+        raise UnsupportedModelError(f"model type {model_type!r} cannot be patched: {reason}") from None
+
+
 def resolve(family: Family, model: nn.Module) -> Resolved:
     """Look up everything that a family names in a live model, and change nothing.
 
@@ -287,14 +341,9 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
             then has the family's field, the dotted path, and the class of the module where the path starts.
     """
     _check_config(family, model)
-    names = family.names
+    names, path = family.names, family.rotation.rotary
     decoder = decoder_of(family, model)
-    module_list = _module(family, "layers", names.layers, decoder)
-    if not isinstance(module_list, nn.ModuleList) or len(module_list) == 0:
-        raise UnsupportedModelError(
-            f"family for {', '.join(family.model_types)}: layers={names.layers!r} of {type(decoder).__name__} is "
-            f"no ModuleList with at least one layer, but {_shown(module_list)}"
-        )
+    module_list: Any = _module(family, "layers", names.layers, decoder)
     layers = [getattr(layer, "_orig_mod", layer) for layer in module_list]  # hooks belong inside torch.compile(layer)
     attentions = {
         index: _module(family, "attention", names.attention, layer)
@@ -305,18 +354,16 @@ def resolve(family: Family, model: nn.Module) -> Resolved:
         raise UnsupportedModelError(f"{type(model).__name__} cannot be patched: none of its layers has attention")
     for attention in attentions.values():
         _check_attributes(family, attention)
-    path: Any = family.rotation.rotary
     # Some families set the attribute to None in models that rotate nothing.
-    is_unset = path is not None and getattr(decoder, path, decoder) is None
-    rotary = None if path is None or is_unset else _module(family, "rotary", path, decoder)
-    table = names.position_table
+    is_unset = path is None or getattr(decoder, path, decoder) is None
+    rotary = None if is_unset else _module(family, "rotary", path, decoder)
     return Resolved(
         decoder=decoder,
         layers=layers,
         attention_of=attentions,
         token_embedding=_module(family, "token_embedding", names.token_embedding, decoder),
         rotary=rotary,
-        position_table=None if table is None else _module(family, "position_table", table, decoder),
+        position_table=_module(family, "position_table", names.position_table, decoder) if family.has_table else None,
         rotated=tuple(
             rotary is not None and index in attentions and _rotates(family.rotation, attentions[index])
             for index in range(len(layers))
@@ -331,9 +378,8 @@ def decoder_of(family: Family, model: nn.Module) -> nn.Module:
         UnsupportedModelError: if the path leads nowhere.
     """
     base: Any = model.base_model
-    if base is model and hasattr(base, family.names.layers):
-        return model
-    return _module(family, "decoder", family.names.decoder, base)
+    owns_layers = base is model and hasattr(base, family.names.layers)
+    return model if owns_layers else _module(family, "decoder", family.names.decoder, base)
 
 
 def _check_config(family: Family, model: Any) -> None:
@@ -343,46 +389,27 @@ def _check_config(family: Family, model: Any) -> None:
         raise UnsupportedModelError(
             f"model type {model_type!r} cannot be patched with this release: install transformers {release} or newer"
         )
-    for attribute, reason in family.refuse.items():
-        value = getattr(model.config, attribute, None)
-        if value:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be patched: config.{attribute} = {_shown(value)}; {reason}"
-            )
+    refused = {setting: reason for setting, reason in family.refuse.items() if getattr(model.config, setting, None)}
     served = family.rotation.config_layers
     if served is not None and set(getattr(model.config, served)) != set(range(model.config.num_hidden_layers)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be patched: config.{served} = {_shown(getattr(model.config, served))}; "
-            "the other layers take their angles from a rotary module of their own"
-        )
+        refused[served] = "the other layers take their angles from a rotary module of their own"
     # With is_causal=False transformers makes bidirectional masks, which turns any decoder into an encoder.
     if not getattr(model.config, "is_causal", True):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be patched: config.is_causal = {model.config.is_causal}; "
-            "every scheme is defined for keys at or before the query; set it to True"
-        )
+        refused["is_causal"] = "every scheme is defined for keys at or before the query; set it to True"
+    for setting, reason in refused.items():
+        value = f"{getattr(model.config, setting)!r:.80}"
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be patched: config.{setting} = {value}; {reason}")
 
 
 def _check_attributes(family: Family, attention: nn.Module) -> None:
     """Raise UnsupportedModelError if an attention module lacks an attribute that the family names."""
-    names, rotation = family.names, family.rotation
-    for attribute in (
-        None if family.always_replaced else "scaling",
-        names.attention_layer_index,
-        names.attention_head_dim,
-        names.attention_value_dim,
-        names.attention_heads,
-        names.attention_key_value_heads,
-        names.attention_key_value_groups,
-        names.attention_borrows,
-        rotation.attention_switch,
-        rotation.attention_size,
-        rotation.attention_part,
-        *rotation.attention_temperature,
-    ):
-        if attribute is not None and not hasattr(attention, attribute):
+    facts = {**vars(family.names), **vars(family.rotation)}
+    named = [name for field, name in facts.items() if field.startswith("attention_") and isinstance(name, str)]
+    scaling = () if family.always_replaced else ("scaling",)
+    for attribute in (*scaling, *named, *family.rotation.attention_temperature):
+        if not hasattr(attention, attribute):
             raise UnsupportedModelError(
-                f"family for {', '.join(family.model_types)}: attention={names.attention!r} is a "
+                f"family for {', '.join(family.model_types)}: attention={family.names.attention!r} is a "
                 f"{type(attention).__name__}, which has no attribute {attribute!r}"
             )
 
@@ -394,15 +421,13 @@ def _rotates(rotation: RotationFacts, attention: nn.Module) -> bool:
     return rotation.attention_switch is None or bool(getattr(attention, rotation.attention_switch))
 
 
-def _follow(path: str, parent: nn.Module) -> object:
+def _follow(path: str | None, parent: nn.Module) -> object:
     """Return the object at a dotted path from a module, or `None` if the path leads nowhere."""
-    current: Any = parent
-    for attribute in path.split(".") if path else ():
-        current = getattr(current, attribute, None)
-    return current
+    names = path.split(".") if path else []
+    return reduce(lambda current, name: getattr(current, name, None), names, cast(Any, parent))
 
 
-def _module(family: Family, name_of_field: str, path: str, parent: nn.Module) -> nn.Module:
+def _module(family: Family, name_of_field: str, path: str | None, parent: nn.Module) -> nn.Module:
     """Return the module at a dotted path; UnsupportedModelError names the family's field that holds the path."""
     found = _follow(path, parent)
     if not isinstance(found, nn.Module):
@@ -411,9 +436,3 @@ def _module(family: Family, name_of_field: str, path: str, parent: nn.Module) ->
             f"{type(parent).__name__}; its modules are {', '.join(name for name, _ in parent.named_children())}"
         )
     return found
-
-
-def _shown(value: object) -> str:
-    """Return a value as text for a message: its `repr` if that is short, otherwise its type."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"<{type(value).__name__}>"

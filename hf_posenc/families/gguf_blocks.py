@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 BYTE_LEVEL_BPE = "gpt2"
@@ -11,6 +11,31 @@ BYTE_LEVEL_BPE = "gpt2"
 
 SENTENCEPIECE = "llama"
 """llama.cpp's name of SentencePiece tokenizers."""
+
+_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_BYTES = _GPT2 | {"use_regex": False}
+_DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+def _words(number: str) -> dict[str, Any]:
+    """Return the step that splits text into words as LLaMA 3 and Qwen 2 do, which differ in their numbers."""
+    expression = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + number
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+BYTE_LEVEL_SPLITS = {
+    "gpt-2": ([_GPT2], False),
+    "smollm": ([_DIGITS, _GPT2], False),
+    "llama-bpe": ([_words(r"\p{N}{1,3}"), _BYTES], True),
+    "dbrx": ([_words(r"\p{N}{1,3}"), _BYTES], False),
+    "qwen2": ([_words(r"\p{N}"), _BYTES], False),
+}
+"""llama.cpp's name of a rule that splits text before byte-level BPE -> the same steps in a tokenizer.json, and whether
+a word that is a token is taken as it is, without merges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +51,7 @@ class GgufBlock:
         reads_bias: whether `sloped` reads the largest bias from the file; otherwise its code has 8.
         decoder_tensors: path of a parameter from the decoder -> its GGUF name.
         layer_tensors: path of a parameter from a layer -> its GGUF name after `blk.N.`.
+        layer_biases: the same of biases that only the graph `rotated` adds, where the model has them.
         transposed: GGUF names, with their suffix, of weights that the family keeps as (inputs, outputs).
         config_epsilon: attribute of the config with the epsilon of norms.
         uses_rms_norm: whether norms are RMSNorm; otherwise they are LayerNorm.
@@ -42,6 +68,7 @@ class GgufBlock:
     config_epsilon: str
     uses_rms_norm: bool
     settings: Mapping[str, tuple[Any, ...]]
+    layer_biases: Mapping[str, str] = field(default_factory=dict)
 
 
 LLAMA_BLOCK = GgufBlock(
@@ -65,6 +92,10 @@ LLAMA_BLOCK = GgufBlock(
     config_epsilon="rms_norm_eps",
     uses_rms_norm=True,
     settings={"hidden_act": ("silu",)},
+    layer_biases={
+        f"self_attn.{letter}_proj.bias": f"attn_{name}.bias"
+        for letter, name in {"q": "q", "k": "k", "v": "v", "o": "output"}.items()
+    },
 )
 """The block of LLaMA."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,10 +16,8 @@ Arguments = dict[str, Any]
 """Arguments of a stock attention by name."""
 
 
-class Stock(Protocol):
-    """A stock attention module. Its attributes differ by family, so type checkers know none of them."""
-
-    def __getattr__(self, name: str) -> Any: ...
+Stock = Any
+"""A stock attention module. Its attributes differ by family, so type checkers know none of them."""
 
 
 @dataclass(frozen=True)  # so that copies compare equal
@@ -46,6 +45,9 @@ class OwnAttention:
         positions: the base's own positions in a few words, for the list of families. `None` means that other fields of
             the family tell.
         decoder_attributes: attribute of the decoder -> the value that switches off the decoder's own positions.
+        dropout_at: attribute of the attention with the probability of `dropout`.
+        scaling_at: attribute of the attention with the factor of the scores.
+        alibi_factor: value of `alibi`.
     """
 
     bypasses_interface: ClassVar[bool] = False
@@ -58,6 +60,9 @@ class OwnAttention:
     mask_as_bool: ClassVar[bool] = False
     positions: ClassVar[str | None] = None
     decoder_attributes: ClassVar[Mapping[str, Any]] = {}
+    dropout_at: ClassVar[str] = "dropout"
+    scaling_at: ClassVar[str] = "scaling"
+    alibi_factor: ClassVar[float | None] = None
 
     def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         """Return query, key and value of hidden states (B, T, E), as the stock attention makes them."""
@@ -81,11 +86,11 @@ class OwnAttention:
 
     def dropout(self, attention: Stock) -> float:
         """Return the probability with which attention weights are dropped while training."""
-        return attention.dropout
+        return attrgetter(self.dropout_at)(attention)
 
     def scaling(self, attention: Stock) -> float:
         """Return the factor of the scores."""
-        return attention.scaling
+        return attrgetter(self.scaling_at)(attention)
 
     def window(self, attention: Stock) -> int | None:
         """Return the layer's sliding window, with the query's own token; `None` if it has none or the mask has it."""
@@ -97,7 +102,7 @@ class OwnAttention:
 
     def alibi(self, attention: Stock) -> float | None:
         """Return the factor by which the base multiplies ALiBi's slopes; `None` if the base has no ALiBi."""
-        return None
+        return self.alibi_factor
 
     def rope_parameters(self, config: Any) -> dict[str, Any]:
         """Return the base's rotation as transformers' `rope_parameters`, empty if it rotates nothing."""
@@ -118,13 +123,11 @@ class OwnAttention:
 class DroppingAttention(OwnAttention):
     """The pieces of an attention with two dropout modules, `attn_dropout` and `resid_dropout`."""
 
+    dropout_at = "attn_dropout.p"
+
     def merge_heads(self, attention: Stock, output: Tensor, arguments: Arguments) -> Tensor:
         """Return the merged heads (B, T, E), after residual dropout."""
         return attention.resid_dropout(super().merge_heads(attention, output, arguments))
-
-    def dropout(self, attention: Stock) -> float:
-        """Return the probability with which attention weights are dropped while training."""
-        return attention.attn_dropout.p
 
 
 def split_fused(fused: Tensor, num_heads: int, head_dim: int) -> Heads:

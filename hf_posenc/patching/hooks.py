@@ -1,4 +1,4 @@
-"""Forward pre-hooks of a patched model: replace cosines and sines, add position vectors, refuse wrong calls."""
+"""The forward pre-hooks of a patched model: one on its decoder, which refuses wrong calls, and one on each layer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layer_state import on_decoder, on_layer
-from ..live.watch import Args, Kwargs
-from ..positions import ROWS, ensure, unpack
-from ..registry import family_for
-from ..upstream import NAME, POSITION_IDS
-from ..upstream.endless_cache import EndlessCache
-from ..upstream.masks import check_masks
-from ..upstream.positions_in_mask import as_channel, positions_of
-from ..upstream.rotary import handed_down, turn_layer
+from ..core.errors import UnsupportedModelError
+from ..core.layer_state import on_decoder, on_layer
+from ..core.positions import check_padding, ensure, is_compact, require_numbers, unpack
+from ..core.registry import family_for
+from ..model.watch import Args, Kwargs
+from ..transformers_glue import NAME, POSITION_IDS, Arguments
+from ..transformers_glue.masks import check_masks, shown
+from ..transformers_glue.positions_in_mask import as_channel, positions_of
+from ..transformers_glue.token_numbers import check_cache
+
+ROTATION = "position_embeddings"
+"""Name of the decoder layer's argument that carries cosines and sines."""
 
 SEVERAL_COORDINATES = (
     "position_ids give a token several coordinates (time, height and width), and the scheme takes one number per "
@@ -28,118 +31,129 @@ NEGATIVE = (
 )
 
 
+def enter_decoder(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Forward pre-hook of the decoder: refuse calls that would lose positions, and pass on what its layers need.
+
+    Raises:
+        UnsupportedModelError: if a layer lacks a part of its scheme.
+        ValueError: for an attention, a cache, a mask or position ids that do not go with the schemes.
+    """
+    state = on_decoder(decoder)
+    given = {**dict(zip(state.arguments, args, strict=False)), **kwargs}
+    if (problem := problem_of_layers(decoder)) is not None:
+        raise UnsupportedModelError(problem)
+    if state.holds_numbers:
+        check_cache(given.get("past_key_values"))
+    if state.attends:
+        config: Any = decoder.config
+        if config._attn_implementation != NAME:
+            raise ValueError(
+                f"the config says attention {config._attn_implementation!r}, which was set behind the patch, so the "
+                f"scheme would be ignored: set it back to {NAME!r}, or unpatch the model"
+            )
+        check_masks(given.values())
+    tokens = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if tokens is None:
+        return args, kwargs  # the decoder refuses the call
+    ids, cache = given.get("position_ids"), given.get("past_key_values")
+    if state.rows or state.hands_down:
+        # The decoder does not pass position ids on, or not as one number. Without ids it counts on from the cache.
+        if ids is None:
+            num_cached = 0 if cache is None else cache.get_seq_length()
+            ids = (torch.arange(tokens.shape[1], device=tokens.device) + num_cached)[None]
+        if state.rows and ids.ndim == 3:
+            ensure((ids == ids[:1]).all(), SEVERAL_COORDINATES)
+            ids = ids[0]
+        given[POSITION_IDS] = ids
+        if state.rows:  # those of the text come first, from which the decoder reads which tokens are of one document
+            given["position_ids"] = ids.expand(state.rows, -1, -1)
+    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    check_padding(mask)
+    if ids is not None:
+        require_numbers(ids)
+        if mask is None and cache is None:
+            # Of several coordinates, the first is that of the text. A mask of ones says that a row is one document.
+            given["attention_mask"] = shown(ids[0] if ids.ndim == 3 else ids, len(tokens))
+    if state.adds_vectors:
+        _check_counts(given, tokens)
+    return (), given
+
+
+def problem_of_layers(decoder: nn.Module) -> str | None:
+    """Return what is wrong with a patched decoder's layers and what to do, or None if nothing is wrong.
+
+    Users may drop, copy and append layers after a model was patched. A layer without a scheme's parts would silently
+    run without positions. A layer may be wrapped by FSDP, activation checkpointing or regional compilation; these
+    wrappers look up unknown attributes in the layer.
+    """
+    state = on_decoder(decoder)
+    layers: Any = decoder.get_submodule(state.layers)
+    name, remedy = type(decoder).__name__, "unpatch the model, change its layers, then patch it again"
+    if state.count not in (None, len(layers)):
+        return f"{name} has {len(layers)} layers now, and had {state.count} when it was patched: {remedy}"
+    for index, layer in enumerate(layers):
+        parts = state.parts[min(index, len(state.parts) - 1)]
+        if on_layer(layer).parts != parts or not _has(layer, parts):
+            return (
+                f"layer {index} of {name} is not patched as it was: it was added, moved or changed afterwards. Append "
+                f"copies of patched layers (copy.deepcopy) instead, or {remedy}"
+            )
+    return None
+
+
+def _has(layer: Any, parts: tuple[str, ...]) -> bool:
+    """Return whether each of these dotted paths leads from a layer to something."""
+    for part in parts:
+        found = layer
+        for name in part.split("."):
+            found = getattr(found, name, None)
+        if found is None:
+            return False
+    return True
+
+
+def _check_counts(given: Arguments, tokens: Tensor) -> None:
+    """Refuse negative position ids where vectors are added.
+
+    Padding may have any position ids. A 2-D mask or the compact position channel says which tokens are padding.
+    """
+    ids, mask = given.get("position_ids"), given.get("attention_mask")
+    is_token = torch.ones((), dtype=torch.bool, device=tokens.device)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        is_token = mask[:, -tokens.shape[1] :] != 0
+    elif isinstance(mask, Tensor) and is_compact(mask):
+        channel = unpack(mask, tokens.shape[1])
+        is_token = channel.query_valid
+        ids = channel.query_positions if ids is None else ids
+    if ids is not None:
+        ensure(~((ids < 0) & is_token).any(), NEGATIVE)
+
+
 def enter_layer(layer: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Forward pre-hook of every decoder layer: replace its cosines and sines, and add its position vectors.
 
     A layer that needs neither has the hook too, because torch.compile does not guard hooks. A graph that was compiled
     for a layer without the hook would also run for a layer with it. Attributes that are read with getattr are guarded.
     """
-    replaces_rotation = on_layer(layer).rotation is not None
-    adds_vectors = getattr(layer, "posenc", None) is not None
-    if replaces_rotation:
-        args, kwargs = turn_layer(layer, args, kwargs)
-    if adds_vectors:
-        args, kwargs = add_positions(layer, args, kwargs)
-    return (args, kwargs) if replaces_rotation or adds_vectors else None
-
-
-def add_positions(layer: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Add the vectors of `layer.posenc` to the hidden states in the arguments of a decoder layer."""
-    hidden_states = args[0] if args else kwargs["hidden_states"]
-    state = on_layer(layer)
-    if state.family:
-        as_bool = family_for(state.family).mask_as_bool
-        mask = {**dict(zip(state.arguments, args, strict=False)), **kwargs}.get("attention_mask")
-        position_ids = positions_of(as_channel(mask, as_bool=as_bool), hidden_states.shape[1])
-    else:
-        position_ids = handed_down(kwargs)
-    if position_ids is None:
-        raise ValueError("position_ids did not arrive at the decoder layer, so no position vectors can be added")
-    vectors: Tensor = layer.get_submodule("posenc")(position_ids)
-    hidden_states = hidden_states + vectors.to(hidden_states)
-    return ((hidden_states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden_states})
-
-
-def hand_down_position_ids(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Forward pre-hook of a decoder that does not pass its position ids on: pass them to layers and attention."""
-    _, position_ids = _position_ids(decoder, args, kwargs)
-    return args, {**kwargs, POSITION_IDS: position_ids}
-
-
-def _position_ids(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[int, Tensor]:
-    """Return the index of `position_ids` among a decoder's arguments, and the position ids of a call.
-
-    If the caller passed none, they count on from the cached tokens, as the decoder's own default does.
-    """
-    index = on_decoder(decoder).arguments.index("position_ids")
-    position_ids = args[index] if len(args) > index else kwargs.get("position_ids")
-    if position_ids is None:
-        inputs = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        tokens = next(tensor for tensor in inputs if tensor is not None)
-        cache = kwargs.get("past_key_values")
-        num_cached = 0 if cache is None else cache.get_seq_length()
-        position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + num_cached)[None]
-    return index, position_ids
-
-
-def require_one_coordinate(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Forward pre-hook of a decoder whose positions may have several coordinates: require that all are equal.
-
-    The layers get them as one number, (B, T). The decoder gets them in rows (rows, B, T), those of the text first, from
-    which it reads which tokens are of one document.
-    """
-    index, position_ids = _position_ids(decoder, args, kwargs)
-    if position_ids.ndim == 3:
-        ensure((position_ids == position_ids[:1]).all(), SEVERAL_COORDINATES)
-        position_ids = position_ids[0]
-    kwargs = {**kwargs, POSITION_IDS: position_ids}
-    position_ids = position_ids.expand(on_decoder(decoder).rows, -1, -1)
-    if len(args) > index:
-        return (*args[:index], position_ids, *args[index + 1 :]), kwargs
-    return args, {**kwargs, "position_ids": position_ids}
-
-
-def require_counts(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Forward pre-hook of a decoder with added position vectors: refuse negative position ids.
-
-    Padding may have any position ids. A 2-D mask or the compact position channel says which tokens are padding.
-    """
-    arguments = {**dict(zip(on_decoder(decoder).arguments, args, strict=False)), **kwargs}
-    position_ids, mask = arguments.get("position_ids"), arguments.get("attention_mask")
-    tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-    if tokens is None:
-        return  # the decoder refuses the call
-    is_token = torch.ones((), dtype=torch.bool, device=tokens.device)
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        is_token = mask[:, -tokens.shape[1] :] != 0
-    elif isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.shape[-2] == ROWS:
-        channel = unpack(mask, tokens.shape[1])
-        is_token = channel.query_valid
-        if position_ids is None:
-            position_ids = channel.query_positions
-    if position_ids is not None:
-        ensure(~((position_ids < 0) & is_token).any(), NEGATIVE)
-
-
-def require_attention(decoder: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Forward pre-hook of a decoder that needs our attention function: refuse another one, and unsuitable masks."""
-    config: Any = decoder.config
-    if config._attn_implementation != NAME:
-        raise ValueError(
-            f"the config says attention {config._attn_implementation!r}, which was set behind the patch, so the scheme "
-            f"would be ignored: set it back to {NAME!r}, or unpatch the model"
-        )
-    check_masks((*args, *kwargs.values()))
-
-
-def place_held_keys(decoder: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """Forward pre-hook of a decoder: with an `EndlessCache`, replace the mask by the channel of the keys it holds."""
-    arguments = {**dict(zip(on_decoder(decoder).arguments, args, strict=False)), **kwargs}
-    cache = arguments.get("past_key_values")
-    if not isinstance(cache, EndlessCache):
+    state, vectors = on_layer(layer), getattr(layer, "posenc", None)
+    if state.rotation is None and vectors is None:
         return None
-    tokens = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else arguments["inputs_embeds"]
-    if tokens is None:
-        return None  # the decoder refuses the call
-    mask: Any = arguments.get("attention_mask")
-    return (), {**arguments, "attention_mask": cache.channel(decoder, tokens, mask)}
+    given = {**dict(zip(state.arguments, args, strict=False)), **kwargs}
+    hidden_states = given.pop(state.arguments[0])
+    position_ids = given.get(POSITION_IDS)
+    if position_ids is None:
+        position_ids = given.get("position_ids")
+    if state.family:
+        channel = as_channel(given.get("attention_mask"), as_bool=family_for(state.family).mask_as_bool)
+        position_ids = positions_of(channel, hidden_states.shape[1])
+    if position_ids is None:
+        raise ValueError("position_ids did not arrive at the decoder layer, which needs them")
+    if state.rotation is not None:
+        if given.get(ROTATION) is None:
+            raise ValueError("the rotation did not arrive at the decoder layer by name, so it cannot be replaced")
+        # Rotary modules of older releases of transformers take one id per coordinate.
+        ids = position_ids.expand(state.coordinates, -1, -1) if state.coordinates else position_ids
+        given[ROTATION] = state.rotation()(hidden_states, ids, *state.rotation_arguments)
+    if vectors is not None:
+        hidden_states = hidden_states + vectors(position_ids).to(hidden_states)
+    return (hidden_states,), given  # hidden states by position, as hooks that record them expect

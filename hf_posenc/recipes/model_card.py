@@ -4,36 +4,34 @@ import inspect
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from ..analysis import plots
 from ..checkpoints.cards import hyperparameter_table, layers_of_schemes, loading_section
-from ..registry import scheme_class
+from ..core.registry import scheme_class
 from .results import Results, filled, last_name, without_paths, write_text
-from .run_report import Rows, accuracy_by_length, curves_by_position, perplexity_rows, rate_of, sliding
+from .run_report import curves_by_position, perplexity_rows, verdict
 
 PICTURE = "loss_by_position.png"
-PLACEHOLDER = "FOLDER_OR_HUB_ID"  # stands for the repository, if there is none yet
 
 
-def write(folder: Path, results: Results, repository: str | None = None) -> None:
+def write(folder: Path, results: Results) -> None:
     """Write README.md and its picture into the folder of a checkpoint."""
     figure = plots.loss_by_position(curves_by_position(results), trained_length=results["base"]["trained_length"])
     plots.save(figure, folder / PICTURE)
-    write_text(folder / "README.md", card(results, repository or PLACEHOLDER))
+    write_text(folder / "README.md", card(results))
 
 
-def card(results: Results, repository: str) -> str:
+def card(results: Results) -> str:
     """Return the card as Markdown with a YAML head. It names no folder of this machine, because others read it.
 
     Args:
-        results: results of extend_context.py with a scheme other than `unpatched`.
-        repository: folder or Hub id from which a user of the card loads the checkpoint.
+        results: results of `extend` with a scheme other than `unpatched`.
 
     Raises:
-        KeyError: the results lack a number that the template needs.
+        UndefinedError, KeyError: the results lack a number that the card needs.
     """
     head = metadata(results)
     results = without_paths(results)
@@ -44,13 +42,12 @@ def card(results: Results, repository: str) -> str:
         metadata=head.to_yaml(),
         title=title_of(results),
         base_name=Path(results["base"]["name"]).name,
-        loading=loading_section(repository),
+        loading=loading_section("FOLDER_OR_HUB_ID"),
         about="\n\n".join(map(about, schemes)),
         layers=layers_of_schemes([(scheme["name"], scheme.get("layers")) for scheme in schemes]),
         perplexities=perplexity_rows(results),
-        retrieval=retrieval_rows(results),
-        failure=shortcomings(results),
-        rate=rate_of(results),
+        verdict=verdict(results),
+        rate=results["arguments"]["learning_rate"],
         command_line=shlex.join(results["command"]),
     )
 
@@ -62,34 +59,6 @@ def about(scheme: Results) -> str:
     return "\n".join(line.strip() for line in text.splitlines()) + f"\n\n{hyperparameters}"
 
 
-def retrieval_rows(results: Results) -> Rows:
-    """Return the table of the retrieval test: accuracy by length, before and after. No rows if it was not measured."""
-    means = {time: accuracy_by_length(results.get(f"retrieval_{time}", [])) for time in ("before", "after")}
-    lengths = sorted({length for accuracies in means.values() for length in accuracies})
-    rows: Rows = [("induction copy, accuracy", *map(str, lengths))]
-    for time, accuracies in means.items():
-        rows.append((time, *(f"{accuracies[length]:.2f}" if length in accuracies else "-" for length in lengths)))
-    return rows if lengths else []
-
-
-def shortcomings(results: Results) -> str:
-    """Return a Markdown list of the lengths at which the model is worse than it should be."""
-    trained, before, after = results["base"]["trained_length"], sliding(results["before"]), sliding(results["after"])
-    lines = []
-    if trained in before and trained in after and after[trained] > before[trained]:
-        lines.append(
-            f"- At {trained} tokens, where the base was trained, it is worse than the base: {after[trained]:.3f} "
-            f"against {before[trained]:.3f}. The swap was not recovered within this budget."
-        )
-    best = min(after, key=lambda length: after[length])
-    if worse := [length for length in after if length > best and after[length] > 1.02 * after[best]]:
-        lines.append(
-            f"- Sliding-window perplexity is best at {best} tokens ({after[best]:.3f}) and more than 2 % worse at "
-            f"{', '.join(map(str, worse))}."
-        )
-    return "\n".join([*lines, f"- Beyond {max(after)} tokens nothing was measured."])
-
-
 def title_of(results: Results) -> str:
     """Return a title from the base's name, without folder or organisation, and the scheme's name."""
     return f"{Path(last_name(results['base']['name'])).name} with {results['scheme']['name']}"
@@ -98,7 +67,7 @@ def title_of(results: Results) -> str:
 def metadata(results: Results) -> ModelCardData:
     """Return the YAML data of the card. License and language come from the base's card, if this machine has it."""
     arguments = results["arguments"]
-    base_card = base_card_data(arguments["model"], arguments.get("revision"))
+    base_card = base_card_data(arguments["model"])
     on_the_hub = results["data"].get("kind") == "hub"
     description = arguments["data"][0] if on_the_hub else "held-out text of the run"
     return ModelCardData(
@@ -126,15 +95,13 @@ def metadata(results: Results) -> ModelCardData:
     )
 
 
-def base_card_data(model: str | None, revision: str | None = None) -> ModelCardData:
+def base_card_data(model: str | None) -> ModelCardData:
     """Return the YAML data of the base's card, from its folder or the cache of downloads; empty without a card."""
-    path = None
-    if model is not None:
-        path = Path(model) / "README.md"
-        if not path.is_file():
-            with suppress(OSError, ValueError):  # not downloaded, or not a repository id
-                path = Path(hf_hub_download(model, "README.md", revision=revision, local_files_only=True))
-    if path is None or not path.is_file():
-        return ModelCardData()
-    data: Any = ModelCard.load(path, ignore_metadata_errors=True).data
-    return data
+    folder = Path(model or "")
+    with suppress(OSError, ValueError):  # no card, not downloaded, or not a repository id
+        path = folder / "README.md"
+        if model is not None and not folder.is_dir():
+            path = Path(hf_hub_download(model, "README.md", local_files_only=True))
+        if model is not None:
+            return cast(ModelCardData, ModelCard.load(path, ignore_metadata_errors=True).data)
+    return ModelCardData()

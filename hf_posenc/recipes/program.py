@@ -17,29 +17,22 @@ from .training import Diverged, Interrupted
 
 
 @contextmanager
-def ending(parser: ArgumentParser, resume_command: str, kept_message: Callable[[], str]) -> Iterator[None]:
+def ending(parser: ArgumentParser, advice: str) -> Iterator[None]:
     """Context manager that turns what stops a run into a message on the error stream and an exit status.
 
     Args:
         parser: parser of the recipe, whose `error` prints the message.
-        resume_command: description of the command that continues the run after a signal.
-        kept_message: function that returns a sentence for a run that anything else stopped: what is kept, how to go on.
+        advice: sentence for a run that was stopped: what is kept, how to go on.
     """
     try:
         yield
     except (UsageError, hf_posenc.HfPosencError, ImportError) as error:
         parser.error(str(error).removeprefix("hf_posenc: "))
-    except Interrupted as stop:
-        print(f"\n{stop}. The state is in {stop.folder}: {resume_command} goes on.", file=sys.stderr)
-        raise SystemExit(stop.status) from None
     except Diverged as error:
         raise SystemExit(f"{error}") from None
-    except OSError as error:
-        print(f"\n{error}. {kept_message()}", file=sys.stderr)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {kept_message()}", file=sys.stderr)
-        raise SystemExit(130) from None
+    except (Interrupted, KeyboardInterrupt, OSError) as stop:
+        print(f"\n{str(stop) or 'Interrupted'}. {advice}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(stop, OSError) else getattr(stop, "status", 130)) from None
 
 
 def start(main: Callable[[], object]) -> None:

@@ -4,12 +4,10 @@ import base64
 import io
 import json
 import platform
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -25,8 +23,7 @@ from accelerate import Accelerator
 import hf_posenc
 
 from ..checkpoints import files
-from ..checkpoints.markdown import code, fenced, plain
-from .options import Options
+from ..checkpoints.cards import code, fenced, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +52,7 @@ def filled(template: str, **values: object) -> str:
     """Fill a template of `templates/` with values. HTML templates escape them; Markdown templates use filters.
 
     Raises:
-        KeyError: if a value that the template needs is missing.
+        UndefinedError: if a value that the template needs is missing.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
@@ -65,18 +62,8 @@ def filled(template: str, **values: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "plain": plain,
-        "code": code,
-        "fenced": fenced,
-        "table": table,
-        "png": png,
-        "spread": spread,
-    }
-    try:
-        return environment.get_template(template).render(values)
-    except jinja2.UndefinedError as error:
-        raise KeyError(error.message) from None
+    environment.filters |= {"plain": plain, "code": code, "fenced": fenced, "table": table, "png": png}
+    return environment.get_template(template).render(values)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -92,39 +79,16 @@ def png(figure: "Figure") -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def spread(value: dict[str, float]) -> str:
-    """Return a mean, and its standard deviation if it is known."""
-    return f"{value['mean']:.3f}" + (f" ± {value['std']:.3f}" if "std" in value else "")
-
-
-def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results:
+def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> Results:
     """Return how and where a run was made: arguments, versions, hardware."""
-    this_file = Path(__file__)
-
-    def git(*words: str) -> str | None:
-        try:
-            return subprocess.run(
-                ["git", "-C", this_file.parent, *words], capture_output=True, text=True, check=True
-            ).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            return None
-
-    # False for a package that is installed inside another repository.
-    is_checkout = git("ls-files", "--error-unmatch", this_file.name) is not None
     modules = (hf_posenc, torch, transformers, accelerate, datasets, peft)
     return {
         "recipe": recipe,
         "arguments": asdict(arguments),
-        "command": sys.argv,
+        "command": ["hf-posenc" if Path(sys.argv[0]).name == "__main__.py" else sys.argv[0], *sys.argv[1:]],
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "git": {
-            "commit": git("rev-parse", "HEAD") if is_checkout else None,
-            "modified": is_checkout and bool(git("status", "--porcelain", "--untracked-files=no")),
-        },
-        "versions": {
-            "python": platform.python_version(),
-            **{module.__name__: module.__version__ for module in modules},
-        },
+        "git": git_commit(),
+        "versions": {"python": platform.python_version()} | {module.__name__: module.__version__ for module in modules},
         "hardware": {
             "device": str(accelerator.device),
             "name": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else platform.processor(),
@@ -134,58 +98,39 @@ def origin(recipe: str, arguments: Options, accelerator: Accelerator) -> Results
     }
 
 
-def without_paths(results: Results) -> Results:
-    """Return a copy of results that names no folder of this machine: absolute paths are replaced by their last name.
+def git_commit() -> str | None:
+    """Return the commit of this checkout, with `-dirty` if files were changed; None for an installed package."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    run: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    try:
+        # the package may be installed inside another repository
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], **run)
+        described = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+        return str(subprocess.run(described, **run).stdout).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
-    Args:
-        results: results of a recipe. They are not changed, because `--resume` compares them.
+
+def without_paths(value: Any) -> Any:
+    """Return a copy of results that names no folder of this machine: absolute paths become their last name.
+
+    The results themselves keep them, because `--resume` compares them.
     """
-    words = [
-        word
-        for text in strings([results["command"], results["arguments"], results["base"]])
-        for word in (text, text.partition("=")[2])
-    ]
-    paths = sorted({word for word in words if is_absolute(word)}, key=len, reverse=True)
-    return replace_in_strings(results, {path: last_name(path) for path in paths})
+    if isinstance(value, str):
+        return ", ".join(map(_without_path, value.split(", ")))
+    if isinstance(value, dict):
+        return {key: without_paths(item) for key, item in value.items()}
+    return [without_paths(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _without_path(word: str) -> str:
+    name, equals, path = word.rpartition("=")
+    return name + equals + last_name(path)
 
 
 def last_name(path: str) -> str:
-    """Return the last name of an absolute path. Return anything else, such as a Hub id, unchanged."""
-    if not is_absolute(path):
+    """Return the last name of an absolute path of any operating system; anything else, such as a Hub id, unchanged."""
+    windows = PureWindowsPath(path)
+    if not windows.name or "\n" in path or not (path.startswith(("/", "~")) or windows.is_absolute()):
         return path
-    return (PureWindowsPath(path) if PureWindowsPath(path).drive else PurePosixPath(path)).name
-
-
-def is_absolute(text: str) -> bool:
-    """Return whether a text is an absolute path of any operating system, or a path that starts with `~`."""
-    path = PureWindowsPath(text)
-    return bool(path.name) and (text.startswith(("/", "~")) or path.is_absolute())
-
-
-def strings(value: object) -> Iterator[str]:
-    """Yield every text in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from strings(item)
-
-
-def replace_in_strings(value: object, names: dict[str, str]) -> Any:
-    """Replace the keys of `names` by their values in all strings of a JSON value."""
-    if isinstance(value, str):
-        paths = "|".join(map(re.escape, names))  # the longest comes first; the pattern below matches only whole paths
-        return re.sub(rf"(?<![\w/\\.])({paths})(?!\w)", lambda match: names[match[0]], value) if names else value
-    if isinstance(value, dict):
-        return {key: replace_in_strings(item, names) for key, item in value.items()}
-    return [replace_in_strings(item, names) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-@contextmanager
-def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Context manager that stores the time spent inside as `seconds[name]`."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] = round(time.perf_counter() - start, 1)
+    return (windows if windows.drive else PurePosixPath(path)).name

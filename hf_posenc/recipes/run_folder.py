@@ -1,108 +1,99 @@
-"""The folder of a run: which files it contains, and how an interrupted run goes on from them.
+"""The folder of a run: what identifies the run, which files it has, and how an interrupted run goes on from them.
 
 `progress.json` holds the identity and the measurements of an unfinished run; `results.json` replaces it at the end.
 An unfinished run also has the state of its calibration or the calibrated weights, and the states of its fine-tuning.
-With `--train-base` there is also the base.
+
+The identity consists of every argument that changes the results, and of digests of text and base. A run is continued,
+and a sweep shown again, only if it is the same: a number must never stand under arguments that it was not made with.
 """
 
-import fcntl
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig
 
 from ..checkpoints import files
-from . import run_identity as identity
+from ..core.command_arguments import option
 from . import training
-from .options import Folder, Options, UsageError
+from .corpus import Text
+from .options import UsageError
 from .results import Results, read_json, write_json
 
 CALIBRATED_WEIGHTS = "calibrated.safetensors"
-CALIBRATION_STATE = "calibration.state.safetensors"
+CALIBRATION_STATE = "calibration.state.pt"
+# Options that change no result: where it is written, what happens to the weights, what is saved and shown meanwhile.
+# Of some the identity has a digest or the run's own value instead. All other options, new ones too, are part of it.
+NOT_PART = (
+    *("output", "resume", "keep_weights", "dtype", "save_every", "tracker"),
+    *("data", "model", "tokenizer", "variants", "schemes", "seeds", "scheme_args"),
+)
+CHECKPOINT_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+
+# ------------------------------------------------------------------------------------------------------------- identity
 
 
-@dataclass
-class FolderArguments(Options):
-    """The folder of the run.
+def identity(arguments: Any, text: Text, accelerator: Accelerator, base: str | None, **more: object) -> Results:
+    """Return the identity of a run, ready for JSON.
 
     Args:
-        output: folder to write; it must be empty, or not exist yet.
-        overwrite: write into a folder that is not empty.
-        resume: go on with an interrupted run of the same arguments.
+        arguments: checked options of the recipe.
+        text: text that the run reads.
+        accelerator: accelerator of the processes, whose number and precision change results.
+        base: folder or Hub id of the base; None for a run from scratch.
+        **more: other entries: `scheme` with all its hyper-parameters, and in a sweep `variant` and `seed`.
     """
-
-    output: Folder = "runs/extend_context"
-    overwrite: bool = False
-    resume: bool = False
-
-
-def check(arguments: FolderArguments) -> None:
-    """Raise UsageError if the folder contains files, or an interrupted run, that the options do not allow for."""
-    output = Path(arguments.output)
-    if arguments.overwrite and arguments.resume:
-        raise UsageError("--resume continues the run in the folder, --overwrite begins a new one: choose one of them")
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"--output {output} is a file")
-    unfinished = (output / "progress.json").is_file()
-    if arguments.resume and (output / "results.json").is_file():
-        raise UsageError(f"--resume: the run in {output} has ended, its results are in {output / 'results.json'}")
-    if arguments.resume and not unfinished:
-        raise UsageError(f"--resume: there is no interrupted run in {output}; without --resume one begins")
-    if output.is_dir() and any(output.iterdir()) and not (arguments.overwrite or arguments.resume):
-        instead = "--resume" if unfinished else "--overwrite"
-        raise UsageError(f"--output {output} is not empty: choose another folder, or {instead}")
+    entries = {name: value for name, value in asdict(arguments).items() if name not in NOT_PART} | more
+    entries |= {"mixed_precision": accelerator.mixed_precision, "processes": accelerator.num_processes}
+    entries |= {"text": text.digest()} | ({} if base is None else {"base": digest_of(base)})
+    return dict(json.loads(json.dumps(entries)))
 
 
-@contextmanager
-def locked(accelerator: Accelerator, folder: Path) -> Iterator[None]:
-    """Lock a folder while the body runs, so that no other run writes there. It is made if it does not exist.
+def digest_of(model: str) -> str:
+    """Return the SHA-256 of a local checkpoint's config and weights, or the commit of a checkpoint on the Hub."""
+    if not Path(model).is_dir():
+        return str(getattr(AutoConfig.from_pretrained(model), "_commit_hash", None) or model)
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in CHECKPOINT_FILES for path in Path(model).glob(pattern)}):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
-    The lock is a `flock` of the folder itself, which leaves no file and ends with the process.
 
-    Raises:
-        UsageError: if another run has locked the folder.
-    """
-    if not accelerator.is_main_process:
-        yield
+def require_same(folder: Path, wanted: Results, advice: str) -> None:
+    """Raise UsageError, with the differences and advice, if the run in a folder lacks an entry of this identity."""
+    file = next((folder / name for name in ("results.json", "progress.json") if (folder / name).is_file()), None)
+    if file is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"--output {folder}: another run is writing there; choose another folder") from None
-        yield
-    finally:
-        os.close(handle)
+    words, found = [], read_json(file)["identity"]
+    for name in sorted(wanted):
+        before, after = found.get(name), wanted[name]
+        if name in ("text", "base") and before != after:
+            words.append(f"another {name}")
+        elif before != after:
+            words.append(f"{option(name)} was {before}, is {after}")
+    if words:
+        raise UsageError(f"the run in {folder} had other arguments: {', '.join(words)}: {advice}")
 
 
-def earlier_progress(arguments: FolderArguments, run_identity: Results) -> Results | None:
-    """Return what progress.json says about the run that `--resume` continues; None without `--resume`.
-
-    Raises:
-        UsageError: if the identity of that run is another.
-    """
-    if not arguments.resume:
-        return None
-    identity.require(Path(arguments.output), run_identity, "resume with those, or choose another --output")
-    return dict(read_json(Path(arguments.output) / "progress.json"))
+# ---------------------------------------------------------------------------------------------------------------- files
 
 
-def begin(accelerator: Accelerator, folder: Path, results: Results) -> None:
-    """Remove the states and results of another run in the folder, and write the progress."""
-    if accelerator.is_main_process:
-        (folder / "results.json").unlink(missing_ok=True)
-        shutil.rmtree(folder / "base", ignore_errors=True)
-        discard_states(folder)
-    write_progress(accelerator, folder, results)
+def check(output: Path, resume: bool) -> None:
+    """Raise UsageError if the folder contains files, or an interrupted run, that the options do not allow for."""
+    unfinished, results = (output / "progress.json").is_file(), output / "results.json"
+    if resume and not unfinished:
+        ended = f": it has ended, its results are in {results}" if results.is_file() else ""
+        raise UsageError(f"--resume: there is no interrupted run in {output}{ended}")
+    if not resume and output.exists() and (output.is_file() or any(output.iterdir())):
+        instead = "--resume" if unfinished else "remove it"
+        raise UsageError(f"--output {output} is not empty: choose another folder, or {instead}")
 
 
 def write_progress(accelerator: Accelerator, folder: Path, results: Results) -> None:
@@ -115,22 +106,17 @@ def write_progress(accelerator: Accelerator, folder: Path, results: Results) -> 
 def finish(folder: Path, results: Results) -> None:
     """Write results.json, and remove progress.json and every state."""
     write_json(folder / "results.json", results)
-    (folder / "progress.json").unlink()
-    discard_states(folder)
+    for name in ("progress.json", CALIBRATED_WEIGHTS, CALIBRATION_STATE):
+        (folder / name).unlink(missing_ok=True)
+    training.discard_states(folder)
 
 
 def write_calibrated(accelerator: Accelerator, model: nn.Module, folder: Path, results: Results) -> None:
-    """Write the weights of a calibrated model, which are not sharded, and then the progress.
-
-    The state of the calibration is removed last, so that a kill at any time leaves enough to go on from.
-    """
+    """Write the weights of a calibrated model, which are not sharded, and then the progress."""
     if accelerator.is_main_process:
         with files.replaced(folder / CALIBRATED_WEIGHTS) as partial:
             save_file({name: weight.detach().contiguous() for name, weight in model.named_parameters()}, partial)
     write_progress(accelerator, folder, results)
-    if accelerator.is_main_process:
-        (folder / CALIBRATION_STATE).unlink(missing_ok=True)
-    accelerator.wait_for_everyone()
 
 
 def restore_calibrated(model: nn.Module, folder: Path) -> None:
@@ -139,38 +125,3 @@ def restore_calibrated(model: nn.Module, folder: Path) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(calibrated[name])
-
-
-def discard_states(folder: Path) -> None:
-    """Remove the states of the calibration and of the fine-tuning."""
-    (folder / CALIBRATED_WEIGHTS).unlink(missing_ok=True)
-    (folder / CALIBRATION_STATE).unlink(missing_ok=True)
-    training.discard_states(folder, but=None)
-
-
-def resume_command(arguments: FolderArguments) -> str:
-    """Describe the command that continues the run."""
-    return "the same command with --resume" + (" instead of --overwrite" if arguments.overwrite else "")
-
-
-def kept_message(arguments: FolderArguments) -> str:
-    """Return a sentence for a stopped run: what its folder contains, and how to go on."""
-    output = Path(arguments.output)
-    if (output / "results.json").is_file():
-        return f"The run has ended, and its results are kept in {output}."
-    if not (output / "progress.json").is_file():
-        return "Nothing was finished that could be kept: the same command begins again."
-    if state := training.newest_state(output):
-        return f"The fine-tuning is kept in {state}: {resume_command(arguments)} goes on from there."
-    progress = read_json(output / "progress.json")
-    if "calibration" in progress:
-        return f"The calibrated model is kept in {output}: {resume_command(arguments)} goes on with the fine-tuning."
-    if (output / CALIBRATION_STATE).is_file():
-        return (
-            f"The calibration is kept in {output / CALIBRATION_STATE}: {resume_command(arguments)} goes on from there."
-        )
-    if "before" in progress:
-        return f"The measurements of the base are kept in {output}: {resume_command(arguments)} goes on from there."
-    if (output / "base" / "config.json").is_file():
-        return f"The trained base is kept in {output / 'base'}: {resume_command(arguments)} goes on by measuring it."
-    return f"Nothing was finished that could be kept: {resume_command(arguments)} begins again."

@@ -34,12 +34,6 @@ def accuracy_by_length(cells: Iterable[Results]) -> dict[int, float]:
     return {length: statistics.fmean(values) for length, values in sorted(by_length.items())}
 
 
-def rate_of(results: Results) -> float:
-    """Return the peak learning rate, from the options or from the search."""
-    search = results.get("learning_rates")
-    return float(search["chosen"] if search else results["arguments"]["learning_rate"])
-
-
 def curves_by_length(results: Results) -> dict[str, list[tuple[float, float]]]:
     """Return label -> curve over length, for both perplexities before and after the run."""
     curves = {
@@ -66,14 +60,19 @@ def perplexity_rows(results: Results) -> Rows:
     header = [f"{name}, {time}" for _, name in METHODS for time in ("before", "after")]
     rows: Rows = [("context", *header, "bits per byte, after")]
     for before, after in zip(results["before"], results["after"], strict=True):
-        values = [
-            f"{row[method]['perplexity']:.3f}" if method in row else "-"
-            for method, _ in METHODS
-            for row in (before, after)
-        ]
-        bits = after.get("bits_per_byte")
-        rows.append((str(before["length"]), *values, f"{bits:.3f}" if bits is not None else "-"))
+        values = [value for both in zip(perplexities(before), perplexities(after), strict=True) for value in both]
+        rows.append((str(before["length"]), *values, bits_per_byte(after)))
     return rows
+
+
+def perplexities(row: Results) -> list[str]:
+    """Return both perplexities at a length, as shown in tables."""
+    return [f"{row[method]['perplexity']:.3f}" if method in row else "-" for method, _ in METHODS]
+
+
+def bits_per_byte(row: Results) -> str:
+    """Return bits per byte at a length, as shown in tables."""
+    return f"{row['bits_per_byte']:.3f}" if row.get("bits_per_byte") is not None else "-"
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences
@@ -93,63 +92,58 @@ def as_text(results: Results) -> str:
 
 
 def calibration_line(calibration: Results) -> str:
-    """Return the effect of a calibration in one line, with its remarks. Results of older versions have no remarks."""
+    """Return the effect of a calibration in one line: advice if it won nothing, losses, remarks.
+
+    Results of older versions have neither advice nor remarks.
+    """
     if calibration["method"] == "none":
         return f"not calibrated: {calibration['why']}"
+    advice = f"{calibration['advice']}; " if calibration.get("advice") else ""
     losses, divergence = calibration["held_out_loss"], calibration["divergence"]
     remarks = " ".join(remark.rstrip(".") + "." for remark in calibration.get("remarks", ()))
     return (
-        f"calibrated: KL divergence of attention from the base's {divergence['before']:.3f} nats before, "
+        f"{advice}calibrated with {calibration['tokens']:,} tokens: KL divergence of attention from the base's "
+        f"{divergence['before']:.3f} nats before, "
         f"{divergence['after']:.3f} after; held-out loss at {losses['length']} tokens: base {losses['base']:.3f}, "
         f"swapped {losses['swapped']:.3f}, calibrated {losses['calibrated']:.3f}"
     ) + (f". {remarks}".rstrip(".") if remarks else "")
 
 
 def verdict(results: Results) -> str:
-    """Return sentences that compare sliding-window perplexity with the base's.
-
-    They compare it at the length at which the base was trained, or below, and say how far it holds beyond.
+    """Return sentences that compare sliding-window perplexity with the base's: at its trained length, and beyond.
 
     Args:
-        results: results of extend_context.py.
+        results: results of `extend`.
     """
     trained, before, after = results["base"]["trained_length"], sliding(results["before"]), sliding(results["after"])
-    compared_length = max((length for length in before if length <= trained and length in after), default=None)
-    longest = max(after)
-    if compared_length is None:
+    length = max((length for length in before if length <= trained and length in after), default=None)
+    if length is None:
         return (
-            f"Nothing was measured at {trained} tokens, the length at which the base was trained, or below: there is "
-            "no base to compare with."
+            f"Nothing was measured at {trained} tokens, the base's length, or below: there is no base to compare with."
         )
-    base, now, far = before[compared_length], after[compared_length], after[longest]
-    text = f"Perplexity at {compared_length} tokens: {base:.2f} before, {now:.2f} after."
+    base, now = before[length], after[length]
+    text = f"Perplexity at {length} tokens: {base:.2f} before, {now:.2f} after."
     if now > base * (1 + SAME):
         text += " The model got worse than its base there: train it longer, or choose another scheme."
     elif now < base * (1 - SAME):
         text += " The model is better than its base there; some of that is the text it was fine-tuned on."
-    else:
-        text += " The model is as good as its base there."
-    if longest <= compared_length:
-        return text
-    of_base = f"the base {before[longest]:.2f}" if longest in before else "and the base cannot run"
-    limit = compared_length
-    for length in sorted(length for length in after if length > compared_length):
-        if after[length] > now * (1 + HOLDS):
-            return f"{text} It holds to {limit} tokens and gets worse beyond: at {longest} it has {far:.2f}, {of_base}."
-        limit = length
-    return f"{text} It holds to {longest} tokens, where it has {far:.2f}, {of_base}."
+    for longer in sorted(each for each in after if each > length):
+        of_base = f"the base {before[longer]:.2f}" if longer in before else "the base cannot run"
+        worse = ": that is worse" if after[longer] > now * (1 + HOLDS) else ""
+        text += f" At {longer} tokens it has {after[longer]:.2f}, {of_base}{worse}."
+    return text
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
 def write(path: Path, results: Results) -> None:
-    """Write the report of a run of extend_context.py. It names no folder of this machine."""
+    """Write the report of a run of `extend`. It names no folder of this machine."""
     results = without_paths(results)
     training = results["training"]
     page = filled(
         "report.html",
-        **{"retrieval_after": None, "calibration": None, "learning_rates": None} | results,
+        **{"retrieval_after": None, "calibration": None} | results,
         plots=plots,
         verdict=verdict(results),
         perplexities=perplexity_rows(results),

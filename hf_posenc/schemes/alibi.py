@@ -2,18 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..forms import Slopes
-from ..modules import ScoreModule, parameter
-from ..positions import NO_WINDOW
-from ..registry import register_scheme
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype
+from ..core.forms import Slopes
+from ..core.modules import ScoreModule, parameter
+from ..core.positions import NO_WINDOW
+from ..core.registry import register_scheme
 from .base import ScoreScheme, init
 
 
@@ -30,13 +29,8 @@ def alibi_slopes(num_heads: int) -> list[float]:
     Returns:
         H positive numbers, in score units (nats) per token of distance.
 
-    Raises:
-        ValueError: if num_heads < 1.
-
     Source: Press, Smith, Lewis 2022, arXiv:2108.12409, section 3 and the authors' `get_slopes`.
     """
-    if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, not {num_heads}")
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * h / power) for h in range(1, power + 1)]
     return slopes + [2.0 ** (-4.0 * h / power) for h in range(1, 2 * (num_heads - power), 2)]
@@ -52,66 +46,43 @@ class Alibi(ScoreScheme):
     Beyond the training length: no limit; made for it.
     Hard-ALiBi has windows and no slopes: some heads see only the last tokens, the others have no positions. With H = 12
     it is `slopes=[0] * 12, windows=[1, 2, 3, 4, 5, 6, 7, 8, None, None, None, None]` in the authors' code.
-    Deviations: `trainable=True` is the paper's negative result (its section 3), offered to reproduce it. With a soft
-    cap on scores (Gemma 2) the bias is added after the cap, like a mask. Windows of heads count positions, as the bias
-    does; `window`, which all heads have, counts tokens.
+    Calibration: take `trainable=True`, because fixed slopes cannot be fitted to a base. The authors, who trained from
+    scratch, won nothing with trained slopes (section 3).
+    Deviations: with a soft cap on scores (Gemma 2) the bias is added after the cap, like a mask. Windows of heads count
+    positions, as the bias does; `window`, which all heads have, counts tokens.
     Source: Press, Smith, Lewis 2022, arXiv:2108.12409; Jelassi, Brandfonbrener, Kakade, Malach 2024, arXiv:2402.01032
     (windows of heads), and the authors' code.
 
     Args:
-        slopes: H slopes, positive, zero or infinite; None means the paper's slopes. A head with an infinite slope sees
-            its own token only. It is written down as slope 0 with a window of 1.
+        slopes: H slopes, positive or zero; None means the paper's slopes.
         windows: for each head the number of tokens that it sees, its own included, or None for a head without a window;
             None means that no head has one.
-        trainable: every layer gets its slopes as a parameter `slopes` (H,).
+        trainable: every layer gets its slopes as a parameter `slopes` (H,), which a calibration can fit.
     """
 
     name: ClassVar[str] = "alibi"
-    added: ClassVar[tuple[str, ...]] = (*ScoreScheme.added, "windows")
+    two_sided = True
     slopes: tuple[float, ...] | None = None
     windows: tuple[int | None, ...] | None = None
     trainable: bool = False
 
     def __post_init__(self) -> None:
         self.flags("trainable")
-        self._check_windows()
-        if self.slopes is None:
-            return
-        if not isinstance(self.slopes, (tuple, list)) or not all(
-            isinstance(m, Real) and not isinstance(m, bool) for m in self.slopes
-        ):
-            raise TypeError(f"alibi: slopes must be a list of one number per head, not {self.slopes!r}")
-        if not all(m >= 0 for m in self.slopes):
-            raise ValueError(f"alibi: slopes must be numbers that are not negative, not {self.slopes!r}")
-        if math.inf in self.slopes:
-            windows = self.windows or (None,) * len(self.slopes)
-            if len(windows) != len(self.slopes):
-                raise ValueError(f"alibi: {len(self.slopes)} slopes and {len(windows)} windows were given")
-            narrowed = tuple(1 if m == math.inf else w for m, w in zip(self.slopes, windows, strict=True))
-            object.__setattr__(self, "windows", narrowed)
-        object.__setattr__(self, "slopes", tuple(0.0 if m == math.inf else float(m) for m in self.slopes))
-
-    def _check_windows(self) -> None:
-        """Raise TypeError or ValueError unless `windows` are positive integers or None, one at least an integer."""
-        if self.windows is None:
-            return
-        if not isinstance(self.windows, (tuple, list)) or not all(
-            w is None or (isinstance(w, int) and not isinstance(w, bool)) for w in self.windows
-        ):
-            raise TypeError(
-                f"alibi: windows must be a list with an integer or None for each head, not {self.windows!r}"
-            )
-        if not all(w is None or 0 < w < NO_WINDOW for w in self.windows):
-            raise ValueError(f"alibi: windows must be positive and below {NO_WINDOW}, not {self.windows!r}")
-        if all(w is None for w in self.windows):
-            raise ValueError(f"alibi: windows must have an integer for some head, not {self.windows!r}")
-        object.__setattr__(self, "windows", tuple(self.windows))
+        if self.slopes is not None:
+            self.number("slopes", lambda slope: 0 <= slope < math.inf, "finite and not negative", listed=True)
+        if self.windows is not None:
+            whole = (int, type(None))
+            limits = f"positive and below {NO_WINDOW}"
+            self.number("windows", lambda window: window is None or 0 < window < NO_WINDOW, limits, whole, listed=True)
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError unless there is one slope, and one window, per head."""
         for name, values in (("slopes", self.slopes), ("windows", self.windows)):
             if values is not None and len(values) != dims.num_heads:
                 raise ValueError(f"alibi: {len(values)} {name} were given for {dims.num_heads} heads")
+
+    def keeps_kernel(self) -> bool:
+        return super().keeps_kernel() and self.windows is None
 
     def build(self, dims: Dims) -> ScoreModule:
         start = alibi_slopes(dims.num_heads) if self.slopes is None else list(self.slopes)

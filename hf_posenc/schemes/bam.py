@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..forms import Bias
-from ..modules import ScoreModule, by_head, parameter
-from ..registry import register_scheme
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype
+from ..core.forms import Bias
+from ..core.modules import ScoreModule, by_head, parameter
+from ..core.registry import register_scheme
 from .alibi import alibi_slopes
 from .base import ScoreScheme, init
 from .kerple import positive, raw_of

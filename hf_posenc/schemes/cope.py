@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..attention_call import Call
-from ..dims import Dims
-from ..modules import ScoreModule, parameter
-from ..registry import register_scheme
+from ..core.attention_call import Call
+from ..core.dims import Dims
+from ..core.modules import ScoreModule, parameter
+from ..core.registry import register_scheme
 from .base import ScoreScheme, init
 
 

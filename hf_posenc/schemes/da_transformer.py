@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..forms import Factors
-from ..modules import ScoreModule, by_head, parameter
-from ..registry import register_scheme
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype
+from ..core.forms import Factors
+from ..core.modules import ScoreModule, by_head, parameter
+from ..core.registry import register_scheme
 from .base import ScoreScheme, init
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..attention_call import Call
-from ..dims import Dims
-from ..modules import PositionModule, TokenModule, parameter
-from ..registry import register_scheme
+from ..core.attention_call import Call
+from ..core.dims import Dims
+from ..core.modules import PositionModule, TokenModule, parameter
+from ..core.registry import register_scheme
 from .base import TokenScheme, init
 
 
@@ -42,11 +41,7 @@ class Forgetting(TokenScheme):
     bias: float = 5.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bias, Real) or isinstance(self.bias, bool):
-            raise TypeError(f"forgetting: bias must be a number, not {self.bias!r}")
-        if not math.isfinite(self.bias):
-            raise ValueError(f"forgetting: bias must be finite, not {self.bias!r}")
-        object.__setattr__(self, "bias", float(self.bias))
+        self.number("bias", math.isfinite, "finite")
 
     def build(self, dims: Dims) -> TokenModule:
         return ForgetGates(dims, self.bias)

@@ -1,4 +1,4 @@
-"""KERPLE: biases that fall with the logarithm or a power of the distance, with learned rates."""
+"""KERPLE: biases that fall with the logarithm of the distance, with learned rates."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..forms import Bias
-from ..modules import ScoreModule, by_head, parameter
-from ..registry import register_scheme
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype
+from ..core.forms import Bias
+from ..core.modules import ScoreModule, by_head, parameter
+from ..core.registry import register_scheme
 from .base import ScoreScheme, init
 
 SMALLEST_START = 0.01
-"""Smallest start value of a rate or exponent, as in the authors' code."""
+"""Smallest start value of a rate, as in the authors' code."""
 
 
 def positive(raw: Tensor) -> Tensor:
@@ -28,43 +28,32 @@ def raw_of(number: Tensor) -> Tensor:
     return number + torch.log(-torch.expm1(-number))
 
 
-def drawn(like: Tensor) -> Tensor:
-    """Draw float32 numbers uniformly from (0, 1), in the shape of `like` and on its device."""
-    return torch.rand(like.shape, dtype=torch.float32, device=like.device)
-
-
 @register_scheme
 @dataclass(frozen=True, kw_only=True)
 class Kerple(ScoreScheme):
-    """A bias that falls with the logarithm or a power of the distance, at rates that each head learns.
+    """A bias that falls with the logarithm of the distance, at rates that each head learns.
 
-    Equation: `softmax_j(q_i . k_j / sqrt(D) - r_h ln(1 + s_h d))` with `r, s > 0` for `variant="log"`, and
-    `softmax_j(q_i . k_j / sqrt(D) - r_h d^p_h)` with `r > 0`, `0 < p < 2` for `variant="power"`. These are the two
-    conditionally positive definite kernels that the paper tests. The logarithm extrapolates better.
+    Equation: `softmax_j(q_i . k_j / sqrt(D) - r_h ln(1 + s_h d))` with `r, s > 0`, the paper's logarithmic variant,
+    which extrapolates better than its powers of the distance.
     Beyond the training length: no limit; made for it, the biases keep falling.
-    Deviations: the authors' code trains `r`, `s` and `p` themselves, and in each forward pass clips them to at least
-    0.01, `p` also to at most 2. Here a trained number `x` stands for `ln(1 + exp(x))` in `r` and `s`, and for
-    `2 / (1 + exp(-x))` in `p`, so that no step can leave the range. They start as in that code: with `variant="log"`,
-    `r` is uniform in (0, 2) and `s` in (0, 1); with `variant="power"`, `r` is uniform in (0, 1) and `p` in (0, 2). No
-    number starts below 0.01, and no `p` above 1.99.
+    Deviations: the authors' code trains `r` and `s` themselves, and in each forward pass clips them to at least 0.01.
+    Here a trained number `x` stands for `ln(1 + exp(x))`, so that no step can leave the range. They start as in that
+    code: `r` is uniform in (0, 2) and `s` in (0, 1), none below 0.01.
     With a soft cap on scores (Gemma 2) the bias is added after the cap, like a mask.
-    Source: Chi, Fan, Ramadge, Rudnicky 2022, arXiv:2205.09921, and the authors' code.
+    Source: Chi, Fan, Ramadge, Rudnicky 2022, arXiv:2205.09921, and the authors' code. Powers of the distance: `bam`.
 
     Args:
-        variant: `log` or `power`.
         share_layers: the same numbers in all layers (the authors' code), or separate numbers per layer.
     """
 
     name: ClassVar[str] = "kerple"
-    variant: str = "log"
     share_layers: bool = True
 
     def __post_init__(self) -> None:
-        self.one_of("variant", ("log", "power"))
         self.flags("share_layers")
 
     def build(self, dims: Dims) -> ScoreModule:
-        return LogarithmicBias(dims.num_heads) if self.variant == "log" else PowerBias(dims.num_heads)
+        return LogarithmicBias(dims.num_heads)
 
 
 class LogarithmicBias(ScoreModule):
@@ -85,7 +74,8 @@ class LogarithmicBias(ScoreModule):
     def reset_parameters(self) -> None:
         """Start at numbers drawn uniformly."""
         for raw, most in ((self.raw_scale, 2.0), (self.raw_rate, 1.0)):
-            init.copy_(raw, raw_of((most * drawn(raw)).clamp(min=SMALLEST_START)).to(raw))
+            drawn = most * torch.rand(raw.shape, dtype=torch.float32, device=raw.device)
+            init.copy_(raw, raw_of(drawn.clamp(min=SMALLEST_START)).to(raw))
 
     def form(self, like: Tensor) -> Bias:
         dtype = compute_dtype(like)
@@ -93,35 +83,5 @@ class LogarithmicBias(ScoreModule):
 
         def values(distance: Tensor) -> Tensor:
             return -by_head(scale, distance) * torch.log1p(by_head(rate, distance) * distance.to(dtype))
-
-        return Bias(values, scale.device)
-
-
-class PowerBias(ScoreModule):
-    """`q . k - r_h d^p_h`; parameters `raw_scale` (H,) for `r` and `raw_exponent` (H,) for `p`."""
-
-    real = True
-
-    def __init__(self, num_heads: int) -> None:
-        """Make the parameters.
-
-        Args:
-            num_heads: H.
-        """
-        super().__init__()
-        self.raw_scale = parameter(num_heads)
-        self.raw_exponent = parameter(num_heads)
-
-    def reset_parameters(self) -> None:
-        """Start at numbers drawn uniformly."""
-        init.copy_(self.raw_scale, raw_of(drawn(self.raw_scale).clamp(min=SMALLEST_START)).to(self.raw_scale))
-        init.copy_(self.raw_exponent, drawn(self.raw_exponent).logit(eps=SMALLEST_START / 2).to(self.raw_exponent))
-
-    def form(self, like: Tensor) -> Bias:
-        dtype = compute_dtype(like)
-        scale, exponent = positive(self.raw_scale.to(dtype)), 2 * torch.sigmoid(self.raw_exponent.to(dtype))
-
-        def values(distance: Tensor) -> Tensor:
-            return -by_head(scale, distance) * distance.to(dtype) ** by_head(exponent, distance)
 
         return Bias(values, scale.device)

@@ -6,14 +6,14 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..dims import Dims
-from ..modules import Native, PositionEmbedding, parameter
-from ..positions import require_whole
-from ..registry import register_scheme
-from ..sinusoids import geometric_frequencies, sinusoids
+from ..core.dims import Dims
+from ..core.dtypes import geometric_frequencies, sinusoids
+from ..core.modules import Native, PositionEmbedding, parameter
+from ..core.positions import require_whole
+from ..core.registry import register_scheme
 from .base import EmbeddingScheme, init
 
-Initialization = Literal["native", "interpolated", "hierarchical", "sinusoidal", "normal"]
+Initialization = Literal["native", "sinusoidal", "normal"]
 
 HIERARCHY = 0.4
 """Su's alpha: the share of the coarse part in a position's vector. With 0.5, positions i n + j and j n + i
@@ -27,19 +27,18 @@ class Learned(EmbeddingScheme):
 
     Equation: `h_t = x_t + P[t]` (Gehring et al. 2017, arXiv:1705.03122, section 3.1; GPT-2).
     Beyond the training length: nothing; a position past the table raises ValueError.
-    Deviations: none. `initialization="hierarchical"` is Su Jianlin's decomposition, 2020, spaces.ac.cn/archives/7947:
-    `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`, with `p_i` the rows of the trained
-    table. It continues a table of n positions to n^2 and leaves the first n unchanged.
+    Deviations: none. A table that starts from the base's and is longer continues it by Su Jianlin's decomposition,
+    2020, spaces.ac.cn/archives/7947: `P[i n + j] = a u_i + (1 - a) u_j`, `u_i = (p_i - a p_0) / (1 - a)`, `a = 0.4`,
+    with `p_i` the rows of the trained table. It reaches from n positions to n^2 and leaves the first n unchanged.
     Source: Gehring et al. 2017, arXiv:1705.03122; Radford et al. 2019 (GPT-2).
 
     Args:
         num_positions: rows of the table; None means those of the base's table, or the length in its config.
         placement: add to the `input`, or before `every_layer`.
         share_layers: with `every_layer`, one table for all layers or one per layer.
-        initialization: `native` (keep the base's table), `interpolated` (stretch it), `hierarchical` (continue it),
-            `sinusoidal` (with the RMS of the base's table, or of its token embeddings), `normal` (standard deviation
-            0.02). None means `native` where the base's table is long enough, `hierarchical` where it is too short, and
-            `sinusoidal` where the base has no table.
+        initialization: `native` (keep the base's table, and continue it if it is too short), `sinusoidal` (with the RMS
+            of the base's table, or of its token embeddings), `normal` (standard deviation 0.02). None means `native`,
+            and `sinusoidal` where the base has no table.
     """
 
     name: ClassVar[str] = "learned"
@@ -77,18 +76,13 @@ class Learned(EmbeddingScheme):
             raise ValueError(
                 "learned: give num_positions, since the base's config does not say at which length it was trained"
             )
-        choice = self.initialization or ("sinusoidal" if rows == 0 else "native" if wanted <= rows else "hierarchical")
-        if choice in ("native", "interpolated", "hierarchical") and rows == 0:
+        choice = self.initialization or ("native" if rows else "sinusoidal")
+        if choice == "native" and rows == 0:
             raise ValueError(
-                f"learned: initialization={choice!r} starts from the base's table of positions, and this base has "
-                "none; choose sinusoidal or normal"
+                "learned: initialization='native' starts from the base's table of positions, and this base has none; "
+                "choose sinusoidal or normal"
             )
-        if choice == "native" and wanted > rows:
-            raise ValueError(
-                f"learned: the base's table has {rows} positions, {wanted} were asked for; choose interpolated "
-                "or hierarchical"
-            )
-        if choice == "hierarchical" and wanted > rows**2:
+        if choice == "native" and wanted > rows**2:
             raise ValueError(f"learned: a hierarchy of {rows} positions reaches {rows**2}, not {wanted}")
         return replace(self, num_positions=wanted, initialization=choice)
 
@@ -127,15 +121,10 @@ class Table(PositionEmbedding):
         """Return the values from which the table starts, (num_positions, E)."""
         count, size = self.table.shape
         if self.initialization == "sinusoidal" or native.table is None:
-            rms = native.token_rms if native.table is None else native.table.double().square().mean().sqrt().item()
             device = self.table.device
             waves = sinusoids(torch.arange(count, device=device), geometric_frequencies(size, 10000.0, device))
             # sines and cosines have an RMS of 1 / sqrt(2)
-            return torch.stack(waves, -1).flatten(-2)[:, :size] * (rms * 2**0.5)
-        if self.initialization == "native":
-            return native.table[:count]
-        if self.initialization == "interpolated":
-            return interpolated(native.table, count)
+            return torch.stack(waves, -1).flatten(-2)[:, :size] * (native.rms * 2**0.5)
         return hierarchical(native.table, count)
 
     def embed(self, position_ids: Tensor) -> Tensor:
@@ -153,17 +142,6 @@ class Table(PositionEmbedding):
                     f"num_positions={last + 1} or more, or with a scheme without a limit"
                 )
         return torch.nn.functional.embedding(position_ids, self.table)
-
-
-def interpolated(table: Tensor, count: int) -> Tensor:
-    """Stretch a table (n, E) linearly to (count, E); its first and last row stay the same."""
-    if count == 1:
-        return table[:1]
-    row = torch.linspace(0, table.shape[0] - 1, count, dtype=torch.float64, device=table.device)
-    low = row.floor().long()
-    high = (low + 1).clamp(max=table.shape[0] - 1)
-    share = (row - low)[:, None]
-    return (table[low].double() * (1 - share) + table[high].double() * share).to(table.dtype)
 
 
 def hierarchical(table: Tensor, count: int) -> Tensor:

@@ -1,11 +1,17 @@
 """NoPE: no positions."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from ..placement import Nowhere, Placement
-from ..registry import register_scheme
-from .base import Scheme
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from ..core.errors import UnsupportedModelError
+from ..core.registry import register_scheme
+from .base import Scheme, StockForm
+
+if TYPE_CHECKING:
+    from ..model.base_model import BaseModel
+    from ..patching.changes import ModelSite
 
 
 @register_scheme
@@ -24,6 +30,34 @@ class Nope(Scheme):
 
     name: ClassVar[str] = "nope"
 
-    @property
-    def acts_on(self) -> Placement:
-        return Nowhere()
+    place = "nowhere (the causal mask is the only order)"
+
+    def fit(self, base: BaseModel) -> Scheme:
+        """Refuse layers without positions, where the scheme would change nothing."""
+        if self.layers is None or self.window is not None:
+            return self
+        if any(base.rotated) and not any(base.rotated[layer] for layer in base.layers_of(self)):
+            raise UnsupportedModelError(
+                f"{self.name} would change nothing here: {base.name} leaves layer "
+                f"{', '.join(map(str, self.layers))} unrotated by itself. It rotates layers "
+                f"{', '.join(str(layer) for layer, rotated in enumerate(base.rotated) if rotated)}"
+            )
+        if base.keeps_table:
+            raise UnsupportedModelError(
+                f"{self.name} in some layers would change nothing here: the positions of {base.name} enter at the "
+                "input and reach every layer while some layers have no scheme. Give every layer a scheme"
+            )
+        return self
+
+    def put(self, site: ModelSite) -> None:
+        """Do nothing: `silence` has switched off the base's positions."""
+
+    def needs_one_coordinate(self, base: BaseModel) -> bool:
+        return False
+
+    def answers(self, layer: int, base: BaseModel) -> bool:
+        return False
+
+    def stock_form(self, base: BaseModel, form: StockForm) -> StockForm | None:
+        """Return the form with the scheme's layers unrotated."""
+        return form.unturned(base.layers_of(self))

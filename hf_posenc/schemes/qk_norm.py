@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..dims import Dims
-from ..modules import QueryModule, parameter
-from ..placement import OnSizes, Placement
-from ..registry import register_scheme
-from .base import QueryScheme, init
+from ..core.attention_call import Call
+from ..core.dims import Dims
+from ..core.errors import UnsupportedModelError
+from ..core.modules import QueryModule, parameter
+from ..core.registry import register_scheme
+from .base import QueryScheme, Scheme, init
+
+if TYPE_CHECKING:
+    from ..model.base_model import BaseModel
 
 HEAD, ALL_HEADS = "head", "all_heads"
 
@@ -52,6 +55,8 @@ class QKNorm(QueryScheme):
     """
 
     name: ClassVar[str] = "qk_norm"
+    place = "on the sizes of queries and keys"
+    put_order = 0  # a norm would divide out a factor that comes before it
     over: str = HEAD
     exponent: float = 0.0
     gain: float = 1.0
@@ -63,18 +68,23 @@ class QKNorm(QueryScheme):
         self.flags("trainable")
         self.positive("gain")
         self.positive("eps")
-        if isinstance(self.exponent, bool) or not isinstance(self.exponent, (int, float)):
-            raise TypeError(f"qk_norm: exponent must be a number, not {self.exponent!r}")
-        if not 0 <= self.exponent <= 1:
-            raise ValueError(f"qk_norm: exponent must be from 0 to 1, not {self.exponent!r}")
+        self.number("exponent", lambda exponent: 0 <= exponent <= 1, "from 0 to 1")
         if not self.trainable and self.exponent == 0:
             raise ValueError(
                 "qk_norm: exponent=0 norms nothing if it is not trained: give exponent=1, or trainable=True"
             )
 
-    @property
-    def acts_on(self) -> Placement:
-        return OnSizes()
+    def fit(self, base: BaseModel) -> Scheme:
+        """Refuse layers in which the base itself norms queries and keys."""
+        if both := sorted(set(base.normed).intersection(base.layers_of(self))):
+            raise UnsupportedModelError(
+                f"{self.name}: {base.name} itself norms the queries and keys of layer {', '.join(map(str, both))}, "
+                "and a second norm of the same vectors would change next to nothing: name other layers"
+            )
+        return super().fit(base)
+
+    def answers(self, layer: int, base: BaseModel) -> bool:
+        return False
 
     def build(self, dims: Dims) -> QueryModule:
         return Norm(self, dims.num_heads, dims.num_key_value_heads)

@@ -1,20 +1,19 @@
 """RoPE: queries and keys rotated by their position."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ..did_you_mean import did_you_mean
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..frequency_edits import EDITS, apply_edit, check_edit
-from ..placement import RopeParameters
-from ..registry import register_scheme
-from .base import PROPORTIONAL, ReadFrequencies, RotaryScheme, by_layer_type
+from ..core.did_you_mean import did_you_mean
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype
+from ..core.frequency_edits import EDITS, apply_edit, check_edit
+from ..core.registry import register_scheme
+from .base import PROPORTIONAL, ReadFrequencies, ReadRotation, RopeParameters, RotaryScheme, by_layer_type
 
 _LENGTH = "original_max_position_embeddings"
 """Key of `rope_parameters` for the length at which the model was trained."""
@@ -32,7 +31,7 @@ _FIELDS = (*_BESIDE, "scaling", "frequencies")
 """Hyper-parameters that can be given by layer type."""
 
 _EDIT_EXAMPLES = {
-    name: f'frequencies={{"name": "{name}"' + (f', "{edit.takes}": 4.0}}' if edit.required else "}")
+    name: f'frequencies={{"name": "{name}"' + (f', "{edit.takes}": 4.0}}' if edit.stretch else "}")
     for name, edit in EDITS.items()
 }
 """Name of an edit of the frequencies -> how to ask for it."""
@@ -67,18 +66,19 @@ class Rope(RotaryScheme):
         partial_rotary_factor: share of the head that is rotated; None means the base model's, or 1. A dict gives it by
             layer type.
         scaling: a transformers `rope_parameters` dict: `rope_type` (linear, dynamic, yarn, longrope, llama3 or
-            proportional, if the installed version has it) with its parameters. `none` means no scaling, None the base
-            model's scaling. A dict of such dicts gives it by layer type.
+            proportional, if the installed version has it) with its parameters. If the base's own scaling has this type,
+            parameters that are not named stay the base's. `none` means no scaling, None the base model's scaling. A
+            dict of such dicts gives it by layer type. `proportional` is no scaling of a base that has it, but its
+            rotation, and stays.
         frequencies: angle per token of each rotated pair, in radians from 0 to pi. They take the place of `scaling`.
             Or an edit of the frequencies that the other hyper-parameters give: `{"name": "soft_clip", "pairs": n}`
             (None: 5/16 of the pairs), `{"name": "hope", "length": L}` (None: the length at which the base was trained),
-            `{"name": "abf", "factor": s}`, `{"name": "ntk", "factor": s}`. Or a function from their tuple to as many
-            numbers. Edits are made at once: the patched model's scheme has the numbers, or for `abf` and `ntk` the
-            larger `rope_theta`. None edits nothing. A dict with layer types as keys gives them by layer type.
+            `{"name": "abf", "factor": s}`, `{"name": "ntk", "factor": s}`. Edits are made at once: the patched model's
+            scheme has the numbers, or for `abf` and `ntk` the larger `rope_theta`. None edits nothing. A dict with
+            layer types as keys gives them by layer type.
     """
 
     name: ClassVar[str] = "rope"
-    added: ClassVar[tuple[str, ...]] = (*RotaryScheme.added, "frequencies")
     known_as: ClassVar[Mapping[str, str]] = {"rotary": "rope"} | {
         kind: f"rope with {example}" for kind, example in (_EXAMPLES | _EDIT_EXAMPLES).items()
     }
@@ -86,11 +86,10 @@ class Rope(RotaryScheme):
     layout: Literal["half", "interleaved"] | None = None
     partial_rotary_factor: float | dict[str, float] | None = None
     scaling: RopeParameters | Literal["none"] | None = None
-    frequencies: tuple[float, ...] | dict[str, Any] | Callable[[tuple[float, ...]], Any] | None = None
+    frequencies: tuple[float, ...] | dict[str, Any] | None = None
 
     @property
     def pairs(self) -> str | None:
-        """Which dimensions are a pair, or None for the base's pairs."""
         return self.layout
 
     def __post_init__(self) -> None:
@@ -123,41 +122,31 @@ class Rope(RotaryScheme):
         if misplaced := sorted(set(_BESIDE) & set(scaling)):
             raise ValueError(f"rope: give {' and '.join(misplaced)} beside scaling, not in it")
         for key, value in scaling.items():
+            holds, wanted = value is None or _positive(value), "a positive number"
             if key in ("short_factor", "long_factor"):
-                if not isinstance(value, list) or not value or not all(map(_positive, value)):
-                    raise ValueError(
-                        f"rope: scaling {kind}: {key} must be a list of positive numbers, one per rotated pair, not "
-                        f"{value!r}"
-                    )
+                holds = isinstance(value, list) and bool(value) and all(map(_positive, value))
+                wanted = "a list of positive numbers, one per rotated pair"
             elif key == "truncate":
-                if not isinstance(value, bool):
-                    raise ValueError(f"rope: scaling {kind}: truncate must be True or False, not {value!r}")
-            elif key not in ("rope_type", "type") and value is not None and not _positive(value):
-                raise ValueError(f"rope: scaling {kind}: {key} must be a positive number, not {value!r}")
+                holds, wanted = isinstance(value, bool), "True or False"
+            if not holds and key not in ("rope_type", "type"):
+                raise ValueError(f"rope: scaling {kind}: {key} must be {wanted}, not {value!r}")
         if (scaling.get("factor") or 1) < 1:
             raise ValueError(f"rope: scaling {kind}: factor must be at least 1, not {scaling['factor']!r}")
-        if len(scaling.get("short_factor", ())) != len(scaling.get("long_factor", ())) and kind == "longrope":
-            needed = [key for key in ("short_factor", "long_factor") if key not in scaling]
-            problem = f"needs {', '.join(needed)}" if needed else "needs as many in short_factor as in long_factor"
-            raise ValueError(f"rope: scaling longrope {problem}")
+        short, long = (scaling.get(key, []) for key in ("short_factor", "long_factor"))
+        if kind == "longrope" and len(short) != len(long):
+            raise ValueError(f"rope: scaling longrope needs long_factor, {len(short)} numbers as in short_factor")
         low, high = scaling.get("low_freq_factor"), scaling.get("high_freq_factor")
         if low is not None and high is not None and high <= low:
             raise ValueError(f"rope: scaling {kind}: high_freq_factor must be above low_freq_factor")
 
     def check(self, dims: Dims) -> None:
-        """Raise ValueError if the rotated share of a head is not made of pairs, or a parameter would not be read."""
+        """Raise ValueError if the rotated share of a head is not made of pairs."""
         for share in self._values("partial_rotary_factor"):
             rotated = int(share * dims.head_dim)
             if rotated < 2 or rotated % 2:
                 raise ValueError(
                     f"rope: partial_rotary_factor={share} leaves {rotated} dimensions of {dims.head_dim} to rotate, "
                     "which are not pairs"
-                )
-        for scaling in self.scalings():
-            if unused := _unused(scaling):
-                raise ValueError(
-                    f"rope: scaling {scaling['rope_type']}: {', '.join(unused)} would not be read: attention_factor "
-                    "replaces what it is computed from, and mscale counts only beside mscale_all_dim"
                 )
 
     def with_base(
@@ -185,53 +174,78 @@ class Rope(RotaryScheme):
                 names = ", ".join(map(str, base_types))
                 reason = "all its layers rotate alike" if None in base_types else f"it has {names}"
                 raise ValueError(f"rope: {field} names {', '.join(unknown)}, which this base does not have: {reason}")
-        if None in base_types:
-            return replace(self, **self._filled(None, rotation, length))
-        if isinstance(self.frequencies, tuple):
+        if None not in base_types and isinstance(self.frequencies, tuple):
             raise ValueError(
                 f"rope: the layer types of this base have frequencies of their own: give frequencies as a dict with "
                 f"{', '.join(map(str, base_types))}"
             )
-        filled = {kind: self._filled(kind, parameters, length) for kind, parameters in base_types.items()}
-        values: dict[str, Any] = {field: {kind: filled[kind][field] for kind in base_types} for field in _FIELDS}
-        if not any(values["frequencies"].values()):
-            values["frequencies"] = None
-        return replace(self, **values)
+        return self._by_type({kind: self._filled(kind, each, length) for kind, each in base_types.items()})
 
-    def _filled(self, layer_type: str | None, base: RopeParameters, length: int | None) -> dict[str, Any]:
-        """Return the fields for one layer type, with everything that was None taken from the base."""
+    def _filled(self, layer_type: str | None, base: RopeParameters, length: int | None) -> tuple[Any, ...]:
+        """Return the fields `_FIELDS` of one layer type, with everything that was None taken from the base."""
         chosen = {field: self._of_type(field, layer_type) for field in _FIELDS}
         scaling, frequencies = chosen["scaling"], chosen["frequencies"]
+        own = {key: value for key, value in base.items() if key not in (*_BESIDE, "type")}
+        own = {key: value for key, value in own.items() if key not in _unused(own)}
         if _are_numbers(frequencies):
-            self._check_beside_numbers(chosen, base)
+            if scaling != "none":
+                self._check_beside_numbers(chosen, base)
             scaling = "none"
         elif scaling is None:
-            scaling = {key: value for key, value in base.items() if key not in (*_BESIDE, "type")}
-            if scaling.get("rope_type", "default") == "default":
-                scaling = "none"
-            else:
-                scaling = {key: value for key, value in scaling.items() if key not in _unused(scaling)}
-        elif scaling != "none" and scaling.get("rope_type") in WITH_LENGTH:
-            scaling = {_LENGTH: base.get(_LENGTH) or length, **scaling}
-        return {
-            "rope_theta": chosen["rope_theta"] or base.get("rope_theta") or 10000.0,
-            "partial_rotary_factor": chosen["partial_rotary_factor"] or base.get("partial_rotary_factor") or 1.0,
-            "scaling": scaling,
-            "frequencies": frequencies,
-        }
+            scaling = own if own.get("rope_type", "default") != "default" else "none"
+        elif own.get("rope_type") == PROPORTIONAL and scaling != "none" and scaling["rope_type"] != PROPORTIONAL:
+            where = "" if layer_type is None else f" in layers of the type {layer_type}"
+            example: Any = {"rope_type": PROPORTIONAL, "factor": scaling.get("factor", 2.0)}
+            raise ValueError(
+                f"rope: this base rotates by the type proportional{where}, and scaling {scaling['rope_type']} would "
+                "rotate other pairs by other frequencies: divide all its frequencies by a factor, scaling="
+                f"{example if layer_type is None else {layer_type: example}}, or change rope_theta"
+            )
+        elif own.get("rope_type") == PROPORTIONAL and scaling == "none":
+            scaling = {"rope_type": PROPORTIONAL}
+        elif scaling != "none":
+            scaling = self._scaling_of(scaling, own, length)
+        theta, share = (chosen[field] or base.get(field) for field in _BESIDE)
+        return theta or 10000.0, share or 1.0, scaling, frequencies
+
+    @staticmethod
+    def _scaling_of(given: RopeParameters, own: RopeParameters, length: int | None) -> RopeParameters:
+        """Return a scaling with what it does not say: of the base's own type, all the base's own parameters."""
+        kind = given["rope_type"]
+        start = {_LENGTH: own.get(_LENGTH) or length} if kind in WITH_LENGTH else {}
+        scaling = {**start, **(own if kind == own.get("rope_type") else {}), **given}
+        if unused := sorted(_unused(scaling) & set(given)):
+            raise ValueError(
+                f"rope: scaling {kind}: {', '.join(unused)} would not be read: attention_factor replaces what it is "
+                "computed from (attention_factor=None takes the base's away), and mscale counts only beside "
+                "mscale_all_dim"
+            )
+        return {key: value for key, value in scaling.items() if key not in _unused(scaling)}
 
     def _check_beside_numbers(self, chosen: Mapping[str, object], base: RopeParameters) -> None:
         """Raise ValueError if frequencies would replace what the caller or the base says beside them."""
-        scaling = chosen["scaling"]
-        if scaling is not None and scaling != "none":
-            raise ValueError("rope: frequencies are the angles themselves, so scaling would not be read: leave it out")
-        if scaling is None and chosen["rope_theta"] is not None:
-            raise ValueError("rope: frequencies are the angles themselves, so rope_theta would not be read")
-        if scaling is None and (kind := base.get("rope_type", "default")) != "default":
+        for field in ("scaling", "rope_theta"):
+            if chosen[field] is not None:
+                raise ValueError(f"rope: frequencies are the angles themselves, so {field} would not be read")
+        if (kind := base.get("rope_type", "default")) != "default":
             raise ValueError(
                 f"rope: frequencies are the angles themselves, and this base has a scaling of type {kind}: give "
-                "scaling='none' as well, which says that they replace it"
+                "scaling='none' as well, which says that they replace it with all that it does"
             )
+
+    def overridden(self, rotation: RopeParameters) -> str | None:
+        """Return a warning, see `RotaryScheme.overridden`. Who names layers has said where a value is for."""
+        own = by_layer_type(rotation)
+        thetas = {each.get("rope_theta") for each in own.values()}
+        for field, differ in (("rope_theta", thetas), ("scaling", set(map(str, own.values())))):
+            value: Any = getattr(self, field)
+            flat = value not in (None, "none") and not _is_by_type(field, value)
+            if flat and self.layers is None and len(differ) > 1:
+                return (
+                    f"rope: {field} is one value for the layer types {', '.join(own)}, which this base rotates "
+                    f"differently: to change one of them only, give {field}={ {[*own][-1]: value} }"
+                )
+        return None
 
     def with_frequencies(self, read: ReadFrequencies, length: int | None) -> "Rope":
         """Return the scheme with edits of the frequencies made, see `RotaryScheme.with_frequencies`.
@@ -243,29 +257,31 @@ class Rope(RotaryScheme):
             return self
         before = replace(self, frequencies=None)
         edited = {
-            layer_type: self._edited(layer_type, length, *found)
+            layer_type: self._edited(layer_type, length, found)
             for layer_type, found in read(before.rope_parameters()).items()
         }
-        values: dict[str, Any]
-        if None in edited:
-            values = dict(zip(_FIELDS, edited[None], strict=True))
-        else:
-            values = {field: {kind: each[i] for kind, each in edited.items()} for i, field in enumerate(_FIELDS)}
-            if not any(values["frequencies"].values()):
-                values["frequencies"] = None
+        return self._by_type(edited)
+
+    def _by_type(self, found: Mapping[Any, Sequence[Any]]) -> "Rope":
+        """Return the scheme with the values of `_FIELDS` of each layer type; the type None stands for all layers."""
+        values: dict[str, Any] = {
+            field: {kind: each[i] for kind, each in found.items()} for i, field in enumerate(_FIELDS)
+        }
+        if None in found:
+            return replace(self, **{field: of_types[None] for field, of_types in values.items()})
+        if not any(values["frequencies"].values()):
+            values["frequencies"] = None
         return replace(self, **values)
 
-    def _edited(
-        self, layer_type: str | None, length: int | None, unedited: tuple[float, ...], obstacle: str | None
-    ) -> tuple[Any, ...]:
+    def _edited(self, layer_type: str | None, length: int | None, found: ReadRotation) -> tuple[Any, ...]:
         """Return the fields `_FIELDS` of one layer type, after its edit.
 
         Args:
             layer_type: the layer type, or None if all layers share their frequencies.
             length: length in tokens at which the base was trained.
-            unedited: the frequencies without the edit.
-            obstacle: why these frequencies are not all there is to the rotation, or None.
+            found: the rotation without the edit.
         """
+        unedited, obstacle, kept, _ = found
         theta, share, scaling, frequencies = (self._of_type(field, layer_type) for field in _FIELDS)
         if frequencies is None or not (unedited or _are_numbers(frequencies)):  # an edit, for a type that no layer has
             return theta, share, scaling, None
@@ -273,24 +289,23 @@ class Rope(RotaryScheme):
             if frequencies["factor"] == 1 or len(unedited) < 2:
                 raise ValueError(f"rope: {frequencies} would change nothing: {len(unedited)} pairs are rotated")
             return theta * stretch(frequencies["factor"], len(unedited)), share, scaling, None
-        if not _are_numbers(frequencies):
+        if _are_numbers(frequencies):
+            kept = {}
+        else:
             if obstacle is not None:
                 raise ValueError(
-                    f"rope: frequencies cannot be edited here, because {obstacle}: give scaling='none', or another "
-                    "scaling, or the frequencies as numbers"
+                    f"rope: frequencies cannot be edited here, because {obstacle}: give scaling='none', with "
+                    "frequencies as numbers too, or another scaling"
                 )
-            if callable(frequencies):
-                frequencies = frequencies(unedited)
-                frequencies = frequencies.tolist() if isinstance(frequencies, Tensor) else frequencies
-                frequencies = [float(each) for each in frequencies]
-                _check_frequencies(frequencies)
-            else:
-                frequencies = apply_edit(frequencies, unedited, length, layer_type)
+            frequencies = apply_edit(frequencies, unedited, length, layer_type)
         if len(frequencies) != len(unedited):
             reason = f"{len(unedited)} pairs of each head are rotated" if unedited else obstacle
             raise ValueError(f"rope: {len(frequencies)} frequencies were given, and {reason}")
         if scaling != "none" and scaling["rope_type"] == PROPORTIONAL:
             share = 1.0  # whose frequencies are those of the whole head
+        if kept:
+            longrope = longrope_factors(frequencies, theta)
+            return theta, share, {"rope_type": "longrope", **longrope, "attention_factor": 1.0, **kept}, None
         return theta, share, "none", (list if layer_type else tuple)(frequencies)
 
     def _of_type(self, field: str, layer_type: str | None) -> Any:
@@ -342,33 +357,29 @@ def _are_numbers(frequencies: object) -> bool:
 
 def _check_frequencies(frequencies: object) -> None:
     """Raise TypeError or ValueError unless these are frequencies of one layer type, or an edit of them."""
-    if callable(frequencies):
-        return
     if isinstance(frequencies, dict):
         check_edit(frequencies)
         return
     if not isinstance(frequencies, (list, tuple)):
         example = ", ".join(_EDIT_EXAMPLES.values())
-        raise TypeError(
-            f"rope: frequencies must be a list of numbers, a function, or a dict ({example}), not {frequencies!r}"
-        )
+        raise TypeError(f"rope: frequencies must be a list of numbers, or a dict ({example}), not {frequencies!r}")
     wrong = [w for w in frequencies if isinstance(w, bool) or not isinstance(w, (int, float)) or not 0 <= w <= math.pi]
     if wrong or not any(frequencies):
         found = repr(wrong[0]) if wrong else "none above 0"
         raise ValueError(f"rope: frequencies must be radians per token from 0 to pi, not all 0; found {found}")
 
 
-def _unused(scaling: RopeParameters) -> list[str]:
+def _unused(scaling: RopeParameters) -> set[str]:
     """Return the parameters of a scaling that transformers ignores because of its other parameters.
 
-    `mscale_all_dim` is never ignored, because latent attention reads it as well.
+    `mscale_all_dim` is never ignored, because latent attention reads it as well, together with `factor`.
     """
     set_keys = {key for key, value in scaling.items() if value is not None}
     has_factor = "attention_factor" in set_keys
     unused = {"mscale"} & set(scaling) if has_factor or "mscale_all_dim" not in set_keys else set()
-    if has_factor and scaling.get("rope_type") == "longrope":
+    if has_factor and scaling.get("rope_type") == "longrope" and "mscale_all_dim" not in set_keys:
         unused |= {"factor"} & set(scaling)
-    return sorted(unused)
+    return unused
 
 
 def _is_by_type(field: str, value: Any) -> bool:

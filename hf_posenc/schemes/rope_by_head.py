@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..dims import Dims
-from ..forms import Content
-from ..modules import ScoreModule
-from ..registry import register_scheme
+from ..core.attention_call import Call
+from ..core.dims import Dims
+from ..core.modules import ScoreModule
+from ..core.registry import register_scheme
 from .base import RotatedScheme
 from .far_rope import BaseAngles, Rotated
 
@@ -105,14 +104,8 @@ class RopeByHead(RotatedScheme):
         """Return the scheme, after comparing its lists with the base, see `RotatedScheme.with_base`.
 
         Raises:
-            ValueError: if the lists are too many or too few, or the base has no such pair, or its frequencies depend on
-                the length of the context.
+            ValueError: if the lists are too many or too few, or the base has no such pair.
         """
-        if any(each is not None and each.scaling == "dynamic" for each in angles.values()):
-            raise ValueError(
-                "rope_by_head: the frequencies of this base depend on the length of the context (dynamic), so they are "
-                "not those of one table"
-            )
         if self.by_head is not None and len(self.by_head) != len(angles):
             raise ValueError(
                 f"rope_by_head: pairs has lists for {len(self.by_head)} layers, and the scheme is in {len(angles)}: "
@@ -185,34 +178,20 @@ class RotationByHead(Rotated):
             ]
             self.kept = tuple(tuple(d not in of_head for d in range(dims.head_dim)) for of_head in still)
 
-    def forward(
-        self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Hand a call with rotated queries and keys to an engine, see `ScoreModule.forward`."""
-        return attend(self.prepared(call))
-
-    def scores(self, call: Call) -> Tensor:
-        """Return the scores before masking, see `ScoreModule.scores`."""
-        prepared = self.prepared(call)
-        return prepared.formula.scores(prepared)
-
     def rotates(self, heads: int) -> Tensor:
         """Return which pairs are rotated, see `ScoreModule.rotates`."""
         return torch.tensor(self.chosen).repeat_interleave(heads // len(self.chosen), 0)
 
-    def prepared(self, call: Call) -> Call:
-        """Return a call with rotated queries and keys, and the form of its scores."""
-        if self.angles is None:
-            return replace(call, module=self, form=Content())
-        rotated = self.turned(call, wide=False)
+    def turned(self, call: Call, angles: BaseAngles) -> Call:
+        """Return a call whose queries and keys are rotated in the listed pairs."""
+        rotated = super().turned(call, angles)
         if self.kept is None:
             return rotated
-        query, key = self._choose(rotated.query, call.query), self._choose(rotated.key, call.key)
-        return replace(rotated, query=query, key=key)
+        kept = torch.tensor(self.kept, device=call.query.device)
 
-    def _choose(self, rotated: Tensor, x: Tensor) -> Tensor:
-        """Return queries or keys (B, H|K, T, D), rotated in the dimensions of listed pairs alone."""
-        assert self.angles is not None
-        kept = torch.tensor(self.kept, device=x.device)
-        kept = kept.repeat_interleave(x.shape[1] // len(kept), 0)[:, None]
-        return torch.where(kept, rotated, x * self.angles.factor)
+        def chosen(part: str) -> Tensor:
+            x = getattr(call, part)
+            here = kept.repeat_interleave(x.shape[1] // len(kept), 0)[:, None]
+            return torch.where(here, getattr(rotated, part), x * angles.factor)
+
+        return replace(rotated, query=chosen("query"), key=chosen("key"))

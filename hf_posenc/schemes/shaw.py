@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dims import Dims
-from ..forms import ClippedVectors, LinearVectors
-from ..modules import ScoreModule, parameter
-from ..registry import register_scheme
+from ..core.dims import Dims
+from ..core.forms import ClippedVectors, LinearVectors
+from ..core.modules import ScoreModule, parameter
+from ..core.registry import register_scheme
 from .base import ScoreScheme, init
 
 
@@ -39,7 +39,7 @@ class Shaw(ScoreScheme):
     values: bool = True
 
     def __post_init__(self) -> None:
-        self.whole_number("max_distance")
+        self.number("max_distance", lambda value: value >= 0, "0 or more", int)
         self.flags("share_heads", "share_layers", "values")
 
     def build(self, dims: Dims) -> ScoreModule:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..forms import Bias, LinearVectors
-from ..modules import ScoreModule, parameter
-from ..registry import register_scheme
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype
+from ..core.forms import Bias, LinearVectors
+from ..core.modules import ScoreModule, parameter
+from ..core.registry import register_scheme
 from .base import ScoreScheme, init
 
 

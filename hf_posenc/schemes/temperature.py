@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from numbers import Real
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..attention_call import Call
-from ..dims import Dims
-from ..modules import QueryModule, parameter
-from ..placement import OnQueries, Placement
-from ..registry import register_scheme
+from ..core.attention_call import Call
+from ..core.dims import Dims
+from ..core.modules import QueryModule, parameter
+from ..core.registry import register_scheme
 from .base import QueryScheme, init
+
+if TYPE_CHECKING:
+    from ..model.base_model import BaseModel
 
 CONSTANT, LOG_N, LLAMA4, SCALABLE = "constant", "log_n", "llama4", "scalable"
 
@@ -73,9 +74,7 @@ class Temperature(QueryScheme):
         if self.trainable is not None:
             self.flags("trainable")
         if self.length is not None:
-            self.positive("length", int)
-            if self.length < 2:
-                raise ValueError(f"temperature: length must be at least 2, not {self.length}")
+            self.number("length", lambda length: length >= 2, "at least 2", int)
             if self.kind == CONSTANT:
                 raise ValueError("temperature: a constant factor has no length: leave it out, or take another kind")
         if (self.share_heads or self.share_layers) and not self.is_trained:
@@ -83,24 +82,18 @@ class Temperature(QueryScheme):
             raise ValueError(f"temperature: {shared}=True is about trained numbers: give trainable=True too")
         if self.strength is None:
             return
-        numbers = self.strength if isinstance(self.strength, (tuple, list)) else (self.strength,)
-        if not numbers or not all(isinstance(s, Real) and not isinstance(s, bool) for s in numbers):
-            raise TypeError(f"temperature: strength must be a number, or a list of numbers, not {self.strength!r}")
-        if not all(0 <= s < math.inf for s in numbers):
-            raise ValueError(f"temperature: strength must be finite and not negative, not {self.strength!r}")
-        if self.share_heads and len(numbers) > 1:
+        listed = isinstance(self.strength, (tuple, list))
+        self.number("strength", lambda s: 0 <= s < math.inf, "finite and not negative", listed=listed)
+        if self.share_heads and listed:
             raise ValueError("temperature: share_heads=True takes one strength for all heads, not a list")
-        values = tuple(float(s) for s in numbers)
-        object.__setattr__(self, "strength", values if isinstance(self.strength, (tuple, list)) else values[0])
 
     @property
     def is_trained(self) -> bool:
         """Whether `strength` is a parameter."""
         return self.kind == SCALABLE if self.trainable is None else self.trainable
 
-    @property
-    def acts_on(self) -> Placement:
-        return OnQueries(by_position=self.kind != CONSTANT)
+    def answers(self, layer: int, base: BaseModel) -> bool:
+        return self.kind != CONSTANT
 
     def check(self, dims: Dims) -> None:
         """Raise ValueError unless there is one strength, or one per head."""
@@ -136,8 +129,6 @@ class Temperature(QueryScheme):
 
 class QueryFactor(QueryModule):
     """The module of `temperature`, with a parameter `strength` (H,) or (1,) if it is trained."""
-
-    is_temperature = True
 
     def __init__(self, kind: str, start: tuple[float, ...], length: int | None, trainable: bool) -> None:
         """Store the strengths.

@@ -1,22 +1,26 @@
 """Transformer-XL: content and position terms with sinusoids of the distance."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..dims import Dims
-from ..dtypes import compute_dtype
-from ..forms import LinearVectors, RelativeKeys
-from ..modules import PositionModule, Reference, ScoreModule, parameter
-from ..registry import register_scheme
-from ..sinusoids import geometric_frequencies, sinusoids
-from ..table_cache import KeptTable
-from .base import ScoreScheme, init
+from ..core.dims import Dims
+from ..core.dtypes import compute_dtype, geometric_frequencies, waves, wide_dtype
+from ..core.forms import LinearVectors, RelativeKeys, Waves
+from ..core.modules import Native, ScoreModule, parameter
+from ..core.registry import register_scheme
+from .base import ScoreScheme, StockForm, init
 
-AT_ONCE = 1024
-"""Number of distances whose sinusoids are computed at once."""
+if TYPE_CHECKING:
+    from ..model.base_model import BaseModel
+
+PAPERS = 10000
+"""The paper's ratio of the highest frequency to the end of the ladder."""
 
 
 @register_scheme
@@ -24,150 +28,101 @@ AT_ONCE = 1024
 class TransformerXL(ScoreScheme):
     """Content terms, and position terms from a projected sinusoid of the distance.
 
-    Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`, size
-    E.
+    Equation (section 3.3): `(q_i . k_j + q_i . W R_d + u . k_j + v . W R_d) / sqrt(D)`, `R_d` the sinusoid of `d`.
     Beyond the training length: no limit; the paper gains from longer attention at test time.
-    Deviations: none in attention. The paper's segment recurrence is left out, since it is no position encoding. `R_d`
-    is `[sin | cos]` as in the authors' code, not interleaved. With GQA every query head has its own slice of `W`.
+    Deviations: `R_d` has few frequencies; the paper's has size E, so E / 2 of them. With F of them attention costs as
+    much as over heads of D + 2F, in any kernel. The paper's segment recurrence is left out, since it is no position
+    encoding. `R_d` is `[sin | cos]` as in the authors' code, not interleaved. Each layer has its own `u` and `v`
+    (`untie_r` there). With GQA every query head has its own slice of `W`.
     Source: Dai et al. 2019, arXiv:1901.02860.
 
     Args:
-        share_biases: one `u` and one `v` for all layers (the authors' code without `untie_r`), or a pair per layer.
+        frequencies: number F of frequencies, `longest^(-t/F)` radians per token for t = 0 .. F - 1; or a list of them.
+            The paper has E / 2, and 10,000 as `longest`. More than 128, or 64 in 16 bits, run on a slow engine.
+        longest: where the ladder of frequencies ends; None means four times the length in the base's config. A few
+            frequencies have to be those that tell its distances apart.
     """
 
     name: ClassVar[str] = "transformer_xl"
-    share_biases: bool = False
+    two_sided = True
+    frequencies: int | tuple[float, ...] = 16
+    longest: int | None = None
 
     def __post_init__(self) -> None:
-        self.flags("share_biases")
+        if self.longest is not None:
+            self.positive("longest", int)
+        if not isinstance(self.frequencies, (tuple, list)):
+            self.positive("frequencies", int)
+            return
+        if self.longest is not None:
+            raise ValueError("transformer_xl: longest is not read beside a list of frequencies: leave longest out")
+        if not self.frequencies:
+            raise ValueError("transformer_xl: frequencies must be positive, and at least one")
+        self.number("frequencies", lambda w: 0 < w < math.inf, "positive and finite", listed=True)
+
+    def resolve(self, native: Native, dims: Dims) -> TransformerXL:
+        """Return the scheme with the end of its ladder."""
+        if self.longest is not None or not isinstance(self.frequencies, int):
+            return self
+        return replace(self, longest=PAPERS if native.max_positions is None else 4 * native.max_positions)
+
+    def stock_form(self, base: BaseModel, form: StockForm) -> StockForm:
+        """Return the form with waves in the scheme's layers, unrotated but for them."""
+        return form.unturned(base.layers_of(self), waves=True)
 
     def build(self, dims: Dims) -> ScoreModule:
-        return RelativeSinusoids(dims, own_biases=not self.share_biases)
+        return RelativeSinusoids(dims, self)
 
-    def build_shared(self, dims: Dims) -> PositionModule | None:
-        return SharedBiases(dims) if self.share_biases else None
-
-    def attach_shared(self, module: ScoreModule, shared: Reference) -> nn.Module:
-        """Let the module read the shared biases."""
-        module.shared_biases = shared  # type: ignore[assignment]  # not a module
-        return module
+    def frequencies_on(self, device: torch.device) -> Tensor:
+        """Return the frequencies (F,) in radians per token, in `wide_dtype`. A ladder is made on the device itself."""
+        if isinstance(self.frequencies, int):
+            return geometric_frequencies(2 * self.frequencies, float(self.longest or PAPERS), device)
+        return torch.tensor(self.frequencies, dtype=wide_dtype(device), device=device)
 
 
-class SharedBiases(PositionModule):
-    """The biases that all layers share: parameters `content_bias` (`u`) and `position_bias` (`v`), both (H, D)."""
+class RelativeSinusoids(ScoreModule):
+    """The module of one layer: `position_projection` (`W`, (H D, 2F)), `content_bias` and `position_bias` (H, D)."""
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims: Dims, scheme: TransformerXL) -> None:
         """Make the parameters.
 
         Args:
             dims: sizes of the attention.
+            scheme: has the frequencies.
         """
         super().__init__()
+        self.dims = dims
+        self.scheme = scheme
+        self.position_projection = parameter(
+            dims.num_heads * dims.head_dim, 2 * len(scheme.frequencies_on(torch.device("cpu")))
+        )
         self.content_bias = parameter(dims.num_heads, dims.head_dim)
         self.position_bias = parameter(dims.num_heads, dims.head_dim)
 
     def reset_parameters(self) -> None:
-        """Start at zero, so that `q . W R_d` is the only new term of the scores."""
+        """Start `W` small and the biases at zero."""
+        init.normal_(self.position_projection, std=0.02)
         init.zeros_(self.content_bias)
         init.zeros_(self.position_bias)
 
-    def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return copies of `u` and `v`, both (H, D), in the dtype and on the device of `like`.
-
-        A sharding hook may free the parameters themselves as soon as this returns.
-        """
-        return self.content_bias.to(like, copy=True), self.position_bias.to(like, copy=True)
-
-
-class RelativeSinusoids(ScoreModule):
-    """The module of one layer, with the parameter `position_projection` (`W`, (H D, E)).
-
-    Unless the biases are shared, it also has `content_bias` (`u`) and `position_bias` (`v`), both (H, D).
-    """
-
-    shared_biases: Reference
-
-    def __init__(self, dims: Dims, own_biases: bool) -> None:
-        """Make the parameters.
-
-        Args:
-            dims: sizes of the attention.
-            own_biases: whether this layer has its own `u` and `v`.
-        """
-        super().__init__()
-        self.dims = dims
-        self.kept = KeptTable()
-        self.position_projection = parameter(dims.num_heads * dims.head_dim, dims.hidden_size)
-        self.content_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
-        self.position_bias = parameter(dims.num_heads, dims.head_dim) if own_biases else None
-
-    def reset_parameters(self) -> None:
-        """Start `W` small and the biases at zero."""
-        init.normal_(self.position_projection, std=0.02)
-        if self.content_bias is not None and self.position_bias is not None:
-            init.zeros_(self.content_bias)
-            init.zeros_(self.position_bias)
-
     def form(self, like: Tensor) -> RelativeKeys:
         """Return `W R_d`, `u` and `v`, see `ScoreModule.form`."""
-        wide = like.new_empty(0, dtype=compute_dtype(like))
-
-        def table(count: int) -> Tensor:
-            self.kept.drop()
-            return self.projected_sinusoids(count, wide)
+        dtype, frequencies = compute_dtype(like), self.scheme.frequencies_on(like.device)
+        projection = self._projection().to(dtype)
 
         def rows(distances: Tensor) -> Tensor:
-            return self._by_head(self._projected(distances, wide))
+            return waves(distances, frequencies, dtype) @ projection.mT
 
-        return RelativeKeys(table, *self.biases(wide), self.kept_sinusoids, rows)
+        biases = self.content_bias.to(dtype), self.position_bias.to(dtype)
+        return RelativeKeys(
+            rows, *biases, Waves(projection, frequencies, (self.scheme.frequencies, self.scheme.longest))
+        )
 
     def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors:
         """Return `W` and `v`; the features of a distance are its sinusoids, see `ScoreModule.linear_vectors`."""
-        weight = self.position_projection.view(self.dims.num_heads, self.dims.head_dim, -1)
-        bias = self.biases(like)[1] if self.position_bias is None else self.position_bias
-        return LinearVectors(self._sinusoids(distances, like), weight.mT, bias)
+        features = waves(distances, self.scheme.frequencies_on(like.device), like.dtype)
+        return LinearVectors(features, self._projection().mT, self.position_bias)
 
-    def kept_sinusoids(self, count: int, like: Tensor) -> Tensor:
-        """Return the cached `W R_d` of distances 0 .. count-1, (H, count, D), in the dtype of `like`, no gradients."""
-        wide = like.new_empty(0, dtype=compute_dtype(like))
-        weight = self.position_projection.detach()
-        return self.kept.read(count, like, weight, lambda length: self.projected_sinusoids(length, wide))
-
-    def biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `u` and `v`, both (H, D), in the dtype of `like`."""
-        if self.content_bias is None or self.position_bias is None:
-            return self.shared_biases()(like)
-        return self.content_bias.to(like), self.position_bias.to(like)
-
-    def projected_sinusoids(self, count: int, like: Tensor) -> Tensor:
-        """Return `W R_d` for distances 0 .. count-1, (H, count, D), in the dtype of `like`."""
-        weight = self.position_projection
-
-        def part(first: int, last: int) -> Tensor:
-            return self._projected(torch.arange(first, last, device=like.device), like)
-
-        # Part by part, because sinusoids in float64 take several times the memory of the result.
-        if torch.compiler.is_compiling():  # a loop would fix the number of parts in the graph
-            projected = part(0, count)
-        elif torch.is_grad_enabled() and weight.requires_grad:
-            projected = torch.cat([part(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE)])
-        else:
-            projected = like.new_empty(count, weight.shape[0])
-            for i in range(0, count, AT_ONCE):
-                projected[i : i + AT_ONCE] = part(i, min(i + AT_ONCE, count))
-        return self._by_head(projected)
-
-    def _projected(self, distances: Tensor, like: Tensor) -> Tensor:
-        """Return `W R_d` of distances (N,), as (N, H D) in the dtype of `like`."""
-        return self._sinusoids(distances, like) @ self.position_projection.to(like.dtype).T
-
-    def _sinusoids(self, distances: Tensor, like: Tensor) -> Tensor:
-        """Return `R_d` of distances (N,), as (N, E) in the dtype of `like`."""
-        size = self.dims.hidden_size
-        frequencies = geometric_frequencies(size, 10000.0, like.device)
-        sines, cosines = sinusoids(distances, frequencies)
-        return torch.cat([sines, cosines], -1)[:, :size].to(like.dtype)
-
-    def _by_head(self, projected: Tensor) -> Tensor:
-        """Return (N, H D) as (H, N, D)."""
-        return projected.view(-1, self.dims.num_heads, self.dims.head_dim).transpose(0, 1)
+    def _projection(self) -> Tensor:
+        """Return `W` by head, (H, D, 2F)."""
+        return self.position_projection.view(self.dims.num_heads, self.dims.head_dim, -1)

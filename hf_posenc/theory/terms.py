@@ -16,17 +16,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..attention_call import Call
 from ..calibration.observe import attending, attention_call, observe
-from ..errors import UnsupportedModelError
-from ..live.base_model import BaseModel
-from ..live.eval_mode import evaluation
-from ..live.watch import LayerCall, first, recorded
-from ..measurement import Result
+from ..core.attention_call import Call
+from ..core.errors import UnsupportedModelError
+from ..core.measurement import Result
+from ..model.base_model import BaseModel
+from ..model.eval_mode import evaluation
+from ..model.watch import LayerCall, first, recorded
 from . import vectors
 
 ABSOLUTE: tuple[str, ...] = ("content-content", "content-position", "position-content", "position-position")
@@ -50,13 +49,10 @@ class LayerTerms(Result):
         shares: (H, 4) float64, covariance of each term with the score, divided by the variance of the score. Both are
             taken over the visible keys of a query, and pooled over queries and texts. The four shares sum to 1. A term
             that counteracts the others has a negative share.
-        sizes: (H, 4) float64, standard deviation of each term over the visible keys of a query, in nats, pooled over
-            queries and texts.
     """
 
     index: int
     shares: Tensor
-    sizes: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,11 @@ class ScoreTerms(Result):
         label: the model's class.
         names: names of the four terms: `ABSOLUTE`, or a scheme's names.
         layers: the measured layers.
-        tokens: number of tokens in a text.
     """
 
     label: str
     names: tuple[str, ...]
     layers: tuple[LayerTerms, ...]
-    tokens: int
 
     def __str__(self) -> str:
         """Return a table of the shares: mean, minimum and maximum over heads."""
@@ -88,9 +82,7 @@ class ScoreTerms(Result):
 
 
 @torch.no_grad()
-def score_terms(
-    model: PreTrainedModel, tokens: Tensor, *, layers: Sequence[int] | None = None, progress: bool = False
-) -> ScoreTerms:
+def score_terms(model: PreTrainedModel, tokens: Tensor, *, layers: Sequence[int] | None = None) -> ScoreTerms:
     """Split the attention scores of a model into Dai's four terms.
 
     A scheme with four terms in its formula (`transformer_xl`) provides them. Otherwise the model must add vectors to
@@ -104,7 +96,6 @@ def score_terms(
         model: a patched or stock model.
         tokens: (T,) or (B, T) text without padding, T >= 2; takes about B H T^2 numbers of memory.
         layers: indices of layers; None means all layers with four terms.
-        progress: show a progress bar.
 
     Returns:
         ScoreTerms.
@@ -122,12 +113,12 @@ def score_terms(
             'keys cannot be read: patch it first; patch_model(model, "learned") keeps a trained table as it is'
         )
     with vectors.in_float64(model) as wide:
-        names, rows = _measure_layers(wide, tokens, label, layers, progress)
-    return ScoreTerms(label, names, tuple(rows), tokens.shape[1])
+        names, rows = _measure_layers(wide, tokens, label, layers)
+    return ScoreTerms(label, names, tuple(rows))
 
 
 def _measure_layers(
-    model: PreTrainedModel, tokens: Tensor, label: str, layers: Sequence[int] | None, progress: bool
+    model: PreTrainedModel, tokens: Tensor, label: str, layers: Sequence[int] | None
 ) -> tuple[tuple[str, ...], list[LayerTerms]]:
     """Return the names of the terms, and the terms of the layers of a float64 model."""
     base = BaseModel.of(model)
@@ -152,22 +143,19 @@ def _measure_layers(
             )
         if scheme_terms:
             return names, [scheme_terms[index] for index in chosen]
-        added = _accumulated_vectors(vectors.added(model, tokens[:1]), len(modules.layers))
+        added = vectors.added(model, tokens[:1])
+        zeros = torch.zeros_like(next(iter(added.values())))
+        # For each layer the sum of the vectors that were added before it or before a lower layer.
+        sums = list(itertools.accumulate(added.get(index, zeros) for index in range(len(entered))))
         rows = []
         with vectors.replaced(sources, torch.zeros_like):
             _require_residual(label, modules.layers[: max(chosen)], entered)
-            for index in tqdm(chosen, disable=not progress, desc="terms", unit="layer"):
+            for index in chosen:
                 call = observed[index].call
-                queries, keys = _split_layer(base, index, entered[index], added[index])
+                queries, keys = _split_layer(base, index, entered[index], sums[index])
                 # Content comes before position in both pairs, as in `ABSOLUTE`.
                 rows.append(_layer_terms(index, [q @ k.mT * call.scaling for q in queries for k in keys], call))
     return names, rows
-
-
-def _accumulated_vectors(added: dict[int, Tensor], layers: int) -> list[Tensor]:
-    """Return for each layer the sum of the vectors that were added before it or before a lower layer, (T, E)."""
-    zeros = torch.zeros_like(next(iter(added.values())))
-    return list(itertools.accumulate(added.get(index, zeros) for index in range(layers)))
 
 
 def _require_residual(label: str, layers: list[nn.Module], entered: list[LayerCall]) -> None:
@@ -208,9 +196,8 @@ def _split_layer(base: BaseModel, index: int, arguments: LayerCall, added: Tenso
     position = added.to(whole).expand_as(whole)
     inputs = (whole, whole - position, position, torch.zeros_like(whole))
     calls = [attention_call(layer, attention, hidden, arguments).widened() for hidden in inputs]
-    return _split_sum([call.query for call in calls], base, index), _split_sum(
-        [call.key for call in calls], base, index
-    )
+    queries, keys = [call.query for call in calls], [call.key for call in calls]
+    return _split_sum(queries, base, index), _split_sum(keys, base, index)
 
 
 def _split_sum(values: list[Tensor], base: BaseModel, index: int) -> Parts:
@@ -229,7 +216,7 @@ def _split_sum(values: list[Tensor], base: BaseModel, index: int) -> Parts:
 
 
 def _layer_terms(index: int, terms: list[Tensor], call: Call) -> LayerTerms:
-    """Return the shares and sizes of terms (B, H, Q, L), taken over the visible keys of each query."""
+    """Return the shares of terms (B, H, Q, L), taken over the visible keys of each query."""
     visible = call.visible().expand(terms[0].shape)
     counts = visible.sum(-1, keepdim=True).clamp(min=1)
 
@@ -243,9 +230,5 @@ def _layer_terms(index: int, terms: list[Tensor], call: Call) -> LayerTerms:
     centred_terms = [centred(term) for term in terms]
     total = torch.stack(centred_terms).sum(0)
     variance = pooled(total * total).clamp(min=1e-300)
-    pairs = pooled(visible)
-    return LayerTerms(
-        index,
-        shares=torch.stack([pooled(term * total) / variance for term in centred_terms], -1),
-        sizes=torch.stack([(pooled(term * term) / pairs).sqrt() for term in centred_terms], -1),
-    )
+    shares = torch.stack([pooled(term * total) / variance for term in centred_terms], -1)
+    return LayerTerms(index, shares)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..analysis import probe
-from ..live.base_model import BaseModel
-from ..live.eval_mode import evaluation
+from ..model.base_model import BaseModel
+from ..model.eval_mode import evaluation
 from ..patching.changes import NoEmbedding
 
 
@@ -23,7 +23,7 @@ def sources(model: PreTrainedModel) -> list[nn.Module]:
 
 def _modules_by_layer(model: PreTrainedModel) -> dict[int, list[nn.Module]]:
     """Return layer index -> the modules that add vectors to the layer's input; layer 0 stands for the model's input."""
-    parts = probe.parts(model)
+    parts = BaseModel.of(model).modules
     by_layer = {index: [layer._modules.get("posenc")] for index, layer in enumerate(parts.layers)}
     by_layer[0].insert(0, parts.position_table)
     return {

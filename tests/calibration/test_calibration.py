@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import math
-import sys
 
 import pytest
 import torch
@@ -13,27 +12,19 @@ from families import FAMILIES, LEARNED, tiny, tokens
 from matrix import matrix
 from situations import EMBEDDING_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS
 from snapshots import assert_same, snapshot
-from tqdm.auto import tqdm
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, patch_model, unpatch_model
-from hf_posenc.calibration.candidates import hold_tails
-from hf_posenc.calibration.closed_forms import (
-    RIDGE,
-    DistanceSums,
-    Target,
-    coefficients,
-    mean_rotation_of,
-    target_of,
-)
-from hf_posenc.calibration.fitting import fit
-from hf_posenc.calibration.matching import Matching
+from hf_posenc.calibration import observe as watching
+from hf_posenc.calibration.candidates import hold_tails, mean_rotations
+from hf_posenc.calibration.closed_forms import RIDGE, coefficients, target_of
+from hf_posenc.calibration.matching import Matching, add_output_gradients
 from hf_posenc.calibration.observe import attending, observe
-from hf_posenc.calibration.output_error import add_output_gradients
 from hf_posenc.calibration.pair import Pair
-from hf_posenc.live.patch_record import patch_of
-from hf_posenc.modules import PositionModule, Shared
+from hf_posenc.core.modules import PositionModule, Shared
+from hf_posenc.model.patch_record import patch_of
 from hf_posenc.schemes.t5 import T5
 
 LENGTH = 24
@@ -67,8 +58,9 @@ def pair_of(model, base=None, count=6, held=2):
 # --------------------------------------------------------------------------------------------- the base under the patch
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3", "phi3", "smollm3"])
-@pytest.mark.parametrize("scheme", ["alibi", "nope", "sinusoidal", "t5", "rope"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("llama", "sinusoidal"), ("gpt2", "alibi"), ("gemma3", "rope"), ("phi3", "t5")]
+)
 def test_a_patch_can_be_suspended(family, scheme):
     options = {"rope_theta": 50.0} if scheme == "rope" else {}
     model = tiny(family)
@@ -84,20 +76,7 @@ def test_a_patch_can_be_suspended(family, scheme):
         assert logits(model).equal(patched)
     with pytest.raises(ZeroDivisionError), patch_of(model).undo.suspended():
         raise ZeroDivisionError
-    assert logits(model).equal(patched)
     assert logits(unpatch_model(model)).equal(stock)
-
-
-def test_hooks_of_others_stay_in_their_order():
-    model, seen = patch_model(tiny("llama"), "alibi"), []
-    handle = model.model.register_forward_pre_hook(lambda *_: seen.append("mine"))
-    with patch_of(model).undo.suspended():
-        logits(model)
-    logits(model)
-    assert seen == ["mine", "mine"]
-    handle.remove()
-    logits(model)
-    assert seen == ["mine", "mine"]
 
 
 # ----------------------------------------------------------------------------------------------------- brute force
@@ -139,7 +118,7 @@ def test_averages_are_those_over_all_pairs(scheme):
     rotated, plain = by_hand(model, ids)
     patch_model(model, scheme)
     factors = scheme == "da_transformer"  # which clips what is negative
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    pair = pair_of(model)
     found = pair.averages(4)[0]
     lag = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     weights = rotated.masked_fill(lag < 0, -torch.inf).softmax(-1)
@@ -158,6 +137,23 @@ def test_averages_are_those_over_all_pairs(scheme):
     assert found.moment is None
 
 
+@pytest.mark.parametrize("scheme", ["alibi", "nope"])
+def test_a_window_is_matched_with_what_it_shows(scheme):
+    """The divergence is that from the base's weights on the keys within the window, which sum to one."""
+    rotated, plain = by_hand(exact(tiny("llama")), windows()[-8:])
+    lag, window = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH), 4
+    hidden = (lag < 0) | (lag >= window)
+    if scheme == "alibi":
+        plain = plain - torch.tensor([2.0 ** (-2 * (h + 1)) for h in range(4)])[:, None, None] * lag
+    theirs, ours = (scores.masked_fill(hidden, -torch.inf).log_softmax(-1) for scores in (rotated, plain))
+    kl = torch.where(hidden, 0.0, theirs.exp() * (theirs - ours)).sum(-1).mean((0, 2))
+    model = patch_model(tiny("llama"), scheme, window=window, seed=0)
+    found = pair_of(model, count=12, held=8).divergence()[0].double()
+    assert torch.allclose(found, kl, rtol=1e-4, atol=1e-6)
+    report = calibrate(model, windows(), matching=Matching(steps=3))
+    assert all(layer.closed.mean() <= layer.before.mean() for layer in report.layers)
+
+
 @pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
 def test_vectors_solve_the_normal_equations_of_all_pairs(scheme):
     model, ids = exact(tiny("llama")), windows()[:4]
@@ -168,8 +164,8 @@ def test_vectors_solve_the_normal_equations_of_all_pairs(scheme):
         query = attention.q_proj(x).view(*ids.shape, -1, 8).transpose(1, 2) * 8**-0.5
     query = torch.cat([query, torch.full_like(query[..., :1], 8**-0.5)], -1)
     patch_model(model, scheme)
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
-    found = target_of(pair.module(0), pair.like(0), pair.averages(4)[0])
+    pair = pair_of(model)
+    found = target_of(pair.modules()[0], pair.like(0), pair.averages(4)[0])
     for head in range(4):
         pairs = [(b, i, j) for b in range(4) for i in range(LENGTH) for j in range(i + 1)]
         moment = sum(torch.outer(query[b, head, i], query[b, head, i]) for b, i, _ in pairs) / len(pairs)
@@ -181,39 +177,14 @@ def test_vectors_solve_the_normal_equations_of_all_pairs(scheme):
             assert (ridged @ found.values[head, distance] - added).abs().max() <= 1e-10 * added.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
-def test_vectors_are_fitted_up_to_what_the_softmax_does_not_see(scheme):
-    """Scores by another module's vectors, plus a number of each query, give attention back; values get nothing added."""
-    torch.manual_seed(5)
-    modules = []
-    for seed in range(2):
-        model = patch_model(tiny("llama").double(), scheme, seed=seed)
-        modules.append(model.model.layers[0].self_attn.posenc)
-    found, other = modules
-    with torch.no_grad():
-        for p in other.parameters():
-            p.normal_()
-    like = torch.empty(0, dtype=torch.float64)
-    wanted = coefficients(other, like, torch.arange(LENGTH), 4).detach()
-    constant = torch.randn(4, 1, 9, dtype=torch.float64)
-    root = torch.randn(4, 9, 9, dtype=torch.float64)
-    metric = root @ root.mT + torch.eye(9, dtype=torch.float64)
-    fit(found, like, [Target(wanted + constant, torch.ones(4, LENGTH, dtype=torch.float64), metric)])
-    off = coefficients(found, like, torch.arange(LENGTH), 4).detach() - wanted
-    assert (off - off.mean(1, keepdim=True)).square().mean() <= 1e-3 * wanted.var()  # the guessed tail weighs a little
-    if scheme == "shaw":
-        assert found.form(like).values.abs().max() <= 1e-6
-
-
 def test_the_mean_rotation_goes_into_the_queries():
     model = exact(tiny("llama"))
     query = model.model.layers[0].self_attn.q_proj
     weight = query.weight.detach().clone()
     patch_model(model, "nope")
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
-    mass = pair.averages(4)[0].mass
-    with pair.as_base() as stock:
-        turn = mean_rotation_of(pair.base_model, 0, pair.projections[0], stock.model.rotary_emb, mass, None)
+    pair = pair_of(model)
+    averages = pair.averages(4)
+    mass, turn = averages[0].mass, mean_rotations(pair, averages)[0]
     assert turn.projection is query
     heads = torch.tensor([True, False, True, True])
     turn.apply(heads)
@@ -245,7 +216,6 @@ def test_a_projection_is_known_by_what_it_makes(model_type, given, found):
 
 def test_no_rows_beyond_a_part(monkeypatch):
     """The same numbers whatever number of rows is computed at once."""
-    from hf_posenc.calibration import observe as watching
 
     def found():
         model = patch_model(tiny("llama").double(), "t5", share_layers=False, seed=0)
@@ -263,10 +233,6 @@ def test_no_rows_beyond_a_part(monkeypatch):
 
 @pytest.mark.slow
 def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from hf_posenc.calibration import observe as watching
-
     monkeypatch.setattr(watching, "SCORES_AT_ONCE", 4 * 400 * 8)
 
     class Largest(TorchDispatchMode):
@@ -285,26 +251,6 @@ def test_nothing_is_as_large_as_queries_times_keys(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------- what it comes to
-
-
-def test_a_base_that_the_scheme_can_express_is_recovered():
-    base = patch_model(tiny("llama").double(), T5(share_layers=False), seed=1)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for layer in base.model.layers:
-            for p in layer.self_attn.posenc.parameters():
-                p.copy_(torch.randn(p.shape, generator=generator))
-    model = patch_model(tiny("llama").double(), T5(share_layers=False), seed=0)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            for p in layer.self_attn.posenc.parameters():
-                p.zero_()
-    expected = logits(base)
-    assert (logits(model) - expected).norm() > 0.05 * expected.norm()
-    report = calibrate(model, windows(), matching=None, base=base)
-    assert all(each.chosen == ("fitted",) * 4 for each in report.layers)
-    assert all(each.before.mean() > 1e-2 and each.closed.max() < 1e-10 for each in report.layers)
-    assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
 
 
 @pytest.mark.rows(default=1)
@@ -341,8 +287,7 @@ def test_attention_comes_closer_to_the_bases(scheme, family):
     drawn = torch.Generator().manual_seed(0)
     read = {i for _ in range(40) for i in torch.randint(48, (1, 4), generator=drawn).flatten().tolist()}
     assert report.tokens == (len(read | set(range(24))) + 8) * LENGTH
-    assert report.unexpressed(0.0) == (0, 1)
-    assert report.unexpressed(100.0) == ()
+    assert (report.unexpressed(0.0), report.unexpressed(100.0)) == ((0, 1), ())
 
 
 def moves(name):
@@ -357,8 +302,7 @@ def test_keys_that_a_layer_borrows(model_type, scheme):
     model = patch_model(decoder(model_type), scheme, seed=0, **({"rope_theta": 50.0} if scheme == "rope" else {}))
     if scheme != "sinusoidal":  # which a base that had it too would add twice
         pair = pair_of(model, copy.deepcopy(model).eval())
-        for only in (None, {"": 2}, {"": 3}):
-            assert all(found.abs().max() < 1e-6 for found in pair.divergences({"": ()}, only)[""].values())
+        assert all(found.abs().max() < 1e-6 for found in pair.divergence().values())
     report = calibrate(model, windows(24), matching=Matching(steps=20))
     assert all(layer.after.mean() < layer.before.mean() for layer in report.layers)
 
@@ -368,7 +312,7 @@ def test_keys_that_a_layer_borrows(model_type, scheme):
 def test_the_mean_of_a_table_stays(family):
     """In the token embeddings, where it enters the model as before: biogpt multiplies them on the way."""
     model = decoder(family)
-    found = hf_posenc.families.base.resolve(hf_posenc.registry.family_for(model.config.model_type), model)
+    found = hf_posenc.families.base.resolve(hf_posenc.core.registry.family_for(model.config.model_type), model)
     ids, entering = windows(1), {}
 
     def note(name):
@@ -397,20 +341,11 @@ def test_the_mean_of_a_table_stays(family):
         calibrate(model, windows(), matching=None)
 
 
-@pytest.mark.parametrize(("family", "layers"), [("llama", None), ("gpt2", [0])])
-def test_embeddings_stay_where_no_table_is_gone(family, layers):
-    model = tiny(family)
-    embeddings = model.get_input_embeddings().weight.detach().clone()
-    patch_model(model, "alibi", layers=layers, trainable=True)
-    calibrate(model, windows(), matching=None)
-    assert model.get_input_embeddings().weight.equal(embeddings)
-
-
 def test_vectors_beyond_what_windows_reach_are_settled():
     """What they add to a score falls there as twice the logarithm of the distance, and stays what it was before."""
     model = patch_model(tiny("llama"), "transformer_xl", seed=0)
     pair = pair_of(model)
-    module, like, distances = pair.module(0), torch.empty(0), torch.arange(16 * LENGTH)
+    module, like, distances = pair.modules()[0], torch.empty(0), torch.arange(16 * LENGTH)
     with torch.no_grad():
         module.position_projection.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     before = coefficients(module, like, distances, 4).detach()
@@ -428,14 +363,15 @@ def test_vectors_beyond_what_windows_reach_are_settled():
         assert wrong[0].max() < 0.5 * wrong[1].min()
 
 
-def test_rows_of_a_table_are_those_of_the_table():
-    """For distances in any order, those beside a cut into parts among them; also where a form has nothing but a table."""
-    module = patch_model(tiny("llama"), "transformer_xl", seed=0).model.layers[0].self_attn.posenc
-    form, distances = module.form(torch.empty(0)), torch.tensor([4097, 0, 4095, 4096, 5])
-    expected = form.table(4098)[:, distances]
-    assert form.rows is not None
-    for each in (form, dataclasses.replace(form, rows=None)):
-        assert torch.allclose(each.at(distances), expected, atol=1e-6)
+def test_vectors_beyond_what_windows_reach_are_settled_after_the_second_stage():
+    model = patch_model(tiny("llama"), "transformer_xl", seed=0)
+    matching = Matching(weights="scheme", steps=4, loss="outputs")
+    assert calibrate(model, windows(), judge="attention", matching=matching).kept == "outputs"
+    vectors = coefficients(pair_of(model).modules()[0], torch.empty(0), torch.arange(8 * LENGTH + 1), 4).detach()
+    end = vectors[:, LENGTH * 3 // 4 : LENGTH].mean(1, keepdim=True)
+    for times in (2, 4, 8):  # the last coefficient meets no query, see `coefficients`
+        added = (vectors - end)[:, times * LENGTH, -1] * 8**-0.5
+        assert (added + 2 * math.log(times)).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
@@ -443,14 +379,16 @@ def test_vectors_at_the_input_reach_the_attention_of_every_layer(scheme):
     """On a base that rotates: the closed form turns queries, the second stage moves the table by all layers."""
     model = patch_model(tiny("llama"), scheme, seed=0)
     pair = pair_of(model)
-    _, inputs = pair.layer_inputs(windows(2))
-    (before, _), (entering, _) = inputs[0], inputs[1]
+    _, call = pair.layer_calls(windows(2))
     with pair.as_base() as base:
         stock = observe(base, windows(2), [0, 1])
-    assert before.equal(stock[0].layer.hidden_states)  # its own hook adds them
-    vectors = model.model.layers[0].posenc(torch.arange(LENGTH)[None]).to(before)
-    assert torch.allclose(entering, stock[1].layer.hidden_states + vectors, rtol=1e-6)
-    assert entering.requires_grad is (scheme == "learned")
+    vectors = model.model.layers[0].posenc(torch.arange(LENGTH)[None])
+    for index, layer in enumerate(model.model.layers):
+        with attending(model, pair.base_model):
+            query = call(index).query
+        entering = stock[index].layer.hidden_states + vectors.float()
+        expected = layer.self_attn.q_proj(layer.input_layernorm(entering)).view(2, LENGTH, 4, 8).transpose(1, 2)
+        assert torch.allclose(query, expected, rtol=1e-4, atol=1e-6)
     report = calibrate(model, windows(), matching=Matching(steps=30, rate=5e-3, weight_rate=3e-3))
     assert all(each.after.mean() < 0.9 * each.before.mean() for each in report.layers)
 
@@ -465,156 +403,54 @@ def test_the_base_stays_what_it_was():
         model.model.layers[0].self_attn.q_proj.weight.add_(1.0)
     with pair.as_base() as base:
         assert logits(base).equal(logits(stock))
-    theirs = observe(stock, windows(2), [0, 1])
-    with pair.as_base() as base:
-        ours = observe(base, windows(2), [0, 1])
-    for index in theirs:
-        assert ours[index].call.query.equal(theirs[index].call.query)
-        assert ours[index].layer.hidden_states.equal(theirs[index].layer.hidden_states)
-
-
-@pytest.mark.slow
-def test_the_second_stage_moves_what_it_is_told_to():
-    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    calibrate(model, windows(), matching=None)
-    kept = {n: p.clone() for n, p in model.named_parameters()}
-    # Outputs are not put back if attention ends a little further away.
-    matching = Matching(weights="scheme", steps=3, rate=1e-3, loss="outputs")
-    calibrate(model, windows(), matching=matching, base=tiny("llama"))
-    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
-    queries = {n for n in moved if "q_proj" in n}  # by the closed forms, once more
-    assert moved - queries == {n for n in kept if "posenc" in n}
 
 
 def test_a_mixture_is_calibrated_where_it_was_swapped():
     model = tiny("llama")
     patch_model(model, T5(layers=(1,), share_layers=False), seed=0)
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    report = calibrate(model, windows(), matching=Matching(steps=3))
+    report = calibrate(model, windows().int(), matching=Matching(steps=3))  # of either integer type
     assert [each.index for each in report.layers] == [1]
     moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
     assert moved
     assert all("layers.1.self_attn" in n for n in moved)
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_numbers():
-    def found(seed):
-        model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-        calibrate(model, windows(), matching=Matching(steps=4, seed=seed, rate=1e-3, weight_rate=1e-4))
-        return logits(model)
-
-    assert found(0).equal(found(0))
-    assert not found(0).equal(found(1))
-
-
-@pytest.mark.rows(default=0)
-@pytest.mark.parametrize(("family", "scheme"), [("llama", "t5"), ("llama", "nope"), ("gpt2", "t5")])
-def test_bars_count_to_their_ends(family, scheme, monkeypatch, tmp_path):
-    """With queries that turn and a curve, with one of both, and resumed; no more windows are counted than there are."""
-    ended = []
-
-    class Bar(tqdm):
-        def __exit__(self, *raised):
-            ended.append((self.desc, self.n, self.total, self.initial))
-            super().__exit__(*raised)
-
-    for name in ("calibrate", "candidates"):
-        monkeypatch.setattr(sys.modules[f"hf_posenc.calibration.{name}"], "tqdm", Bar)
-
-    def run(on_step=None):
-        ended.clear()
-        model = patch_model(tiny(family), scheme, seed=0)
-        state = tmp_path / "state.safetensors"
-        calibrate(
-            model, windows(), matching=Matching(steps=3, state_file=state, on_step=on_step), held_out=2, progress=True
-        )
-        return ended
-
-    fits = 2 * (scheme == "t5") + (family == "llama" and scheme == "t5")  # of the one module that all layers share
-    reads = 10 + 10 * (family == "llama" and scheme == "t5") + 2 * 2 + 2 * (scheme == "t5")
-    with pytest.raises(ZeroDivisionError):
-        run(lambda step, _: 1 // (2 - step))
-    assert run() == [("calibrating", 3, 3, 2)]
-    (tmp_path / "state.safetensors").unlink()
-    assert run() == [("fitting", 1, 1, 0)] * fits + [("closed forms", reads, reads, 0), ("calibrating", 3, 3, 0)]
-
-
 def output_gradients(model, ids):
     """The output error of a patched model's layers, and the parameters of its layers with their gradients."""
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    pair = pair_of(model)
     parameters = {name: p for name, p in model.model.layers.named_parameters() if "self_attn" in name}
     with attending(model, pair.base_model):
         error = add_output_gradients(pair, ids, list(parameters.values()))
     return error, {name: p for name, p in parameters.items() if p.grad is not None}
 
 
-def test_the_error_of_outputs_is_that_of_all_pairs():
-    """Of the first layer of a LLaMA, in float64, with Shaw's vectors beside values; and its gradient."""
-    model, ids = exact(tiny("llama")), windows()[:4]
-    rotated, plain = by_hand(model, ids)
-    patch_model(model, "shaw", max_distance=3, layers=[0], seed=0)
-    layer = model.model.layers[0]
-    vectors = {n: p.detach().clone().requires_grad_() for n, p in layer.self_attn.posenc.named_parameters()}
-    lag = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).clamp(0, 3)
-    with torch.no_grad():
-        x = layer.input_layernorm(model.model.embed_tokens(ids))
-        q, v = (p(x).view(*ids.shape, -1, 8).transpose(1, 2) for p in (layer.self_attn.q_proj, layer.self_attn.v_proj))
-        v = v.repeat_interleave(2, 1)
-    a, b = (vectors[name][..., lag, :] for name in ("key_embeddings", "value_embeddings"))
-
-    def weights(scores):
-        hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        return scores.masked_fill(hidden, -torch.inf).softmax(-1)
-
-    theirs = weights(rotated) @ v
-    w = weights(plain + torch.einsum("bhid,ijd->bhij", q, a) * 8**-0.5)
-    ours = w @ v + torch.einsum("bhij,ijd->bhid", w, b)
-    expected = (theirs - ours).square().mean() / v.square().mean()
-    expected.backward()
-    found, trained = output_gradients(model, ids)
-    assert abs(found - expected.item()) <= 1e-10 * expected.item()
-    for name, vector in vectors.items():
-        gradient = trained[f"0.self_attn.posenc.{name}"].grad
-        assert torch.allclose(gradient, vector.grad, rtol=1e-8, atol=1e-12 * vector.grad.abs().max())
-    assert not [name for name in trained if name.startswith("1.")]  # the base's own positions stay there
-
-
-def layer_values(model, ids, index):
-    """The values of one layer of a LLaMA."""
-    found = []
-    hook = model.model.layers[index].self_attn.v_proj.register_forward_hook(lambda _, __, out: found.append(out))
-    with torch.no_grad():
-        model.eval()(ids, use_cache=False)
-    hook.remove()
-    return found[0]
-
-
-def heads_of(model, ids, moved=None):
-    """What enters the output projection of each layer of a LLaMA. `moved` is added to the hidden states of one layer."""
+def seen_by(model, ids, name="o_proj", moved=None):
+    """What enters `o_proj`, or leaves another module, in each layer. `moved` is added to one layer's hidden states."""
     found, hooks = [], []
     for index, layer in enumerate(model.model.layers):
-        hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-        hooks.append(hook)
+        module = getattr(layer.self_attn, name)
+        hooks.append(
+            module.register_forward_hook(lambda _, args, output: found.append(args[0] if name == "o_proj" else output))
+        )
         if moved is not None and moved[0] == index:
             hooks.append(layer.register_forward_pre_hook(lambda _, args: (args[0] + moved[1], *args[1:])))
-    with torch.no_grad():
-        model.eval()(ids, use_cache=False)
+    logits(model.eval(), ids)
     for hook in hooks:
         hook.remove()
     return found
 
 
-@pytest.mark.parametrize("scheme", ["t5", "shaw", "transformer_xl"])
+@pytest.mark.parametrize("scheme", ["t5", "shaw"])
 def test_each_layer_corrects_outputs_on_the_models_own_hidden_states(scheme):
     """The error is that of a forward pass of both models, and a gradient is that of its own layer's error alone."""
     model, ids = exact(tiny("llama")), windows()[:2]
-    theirs = heads_of(model, ids)
-    squares = [layer_values(model, ids, index).square().mean() for index in range(2)]
+    theirs = seen_by(model, ids)
+    squares = [values.square().mean() for values in seen_by(model, ids, "v_proj")]
     patch_model(model, scheme, seed=0, **({"share_layers": False} if scheme == "t5" else {}))
 
     def errors():
-        pairs = zip(heads_of(model, ids), theirs, squares, strict=True)
+        pairs = zip(seen_by(model, ids), theirs, squares, strict=True)
         return [((ours - base).square().mean() / square).item() for ours, base, square in pairs]
 
     found, trained = output_gradients(model, ids)
@@ -634,35 +470,19 @@ def test_each_layer_corrects_outputs_on_the_models_own_hidden_states(scheme):
 def test_vectors_at_the_input_are_trained_by_the_outputs_of_every_layer():
     """Their gradient adds up what a change at the input of each layer alone would change in its own error."""
     model, ids = exact(tiny("llama")), windows()[:2]
-    theirs = heads_of(model, ids)
-    squares = [layer_values(model, ids, index).square().mean() for index in range(2)]
+    theirs = seen_by(model, ids)
+    squares = [values.square().mean() for values in seen_by(model, ids, "v_proj")]
     patch_model(model, "learned", num_positions=LENGTH, seed=0)
     (table,) = {p for each in model.modules() if isinstance(each, PositionModule) for p in each.parameters()}
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    pair = pair_of(model)
     with attending(model, pair.base_model):
         add_output_gradients(pair, ids, [table])
     direction, slope = torch.randn(table.shape, generator=torch.Generator().manual_seed(0), dtype=table.dtype), 0.0
     for layer in range(2):
         for step in (1e-3, -1e-3):  # LLaMA's norms are computed in float32
-            ours = heads_of(model, ids, (layer, step * direction[:LENGTH]))[layer]
+            ours = seen_by(model, ids, moved=(layer, step * direction[:LENGTH]))[layer]
             slope += ((ours - theirs[layer]).square().mean() / squares[layer]).item() / (2 * step)
     assert abs((table.grad * direction).sum().item() - slope) <= 1e-5 * table.grad.norm() * direction.norm()
-
-
-@pytest.mark.slow
-def test_outputs_come_closer_to_the_bases():
-    """And the vectors that Shaw's scheme puts beside values, which no attention tells of, are moved too."""
-    model, seen = patch_model(tiny("llama"), "shaw", seed=0), []
-    kept = {n: p.clone() for n, p in model.named_parameters()}
-    calibrate(
-        model,
-        windows(),
-        matching=Matching(loss="outputs", steps=20, weight_rate=3e-3, on_step=lambda *said: seen.append(said[1])),
-    )
-    assert sum(seen[-5:]) < 0.9 * sum(seen[:5])
-    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
-    assert any(n.endswith("posenc.value_embeddings") for n in moved)
-    assert all(moves(n) for n in moved)
 
 
 @pytest.mark.rows(default=5)
@@ -671,14 +491,14 @@ def test_values_move_with_outputs_where_a_table_of_positions_is_gone(loss, famil
     """Also where one weight makes queries, keys and values, and where another one makes values."""
     model = tiny(family)
     patch_model(model, "alibi", seed=0)
-    pair = Pair(model, patch_of(model), None, windows(6), 2)
+    pair = pair_of(model)
     with attending(model, pair.base_model), torch.no_grad():
-        _, inputs = pair.layer_inputs(windows()[:2])
-        before = pair.call(0, *inputs[0])
+        _, call = pair.layer_calls(windows()[:2])
+        before = call(0)
     matching = Matching(loss=loss, steps=2, weight_rate=1e-2)
     report = calibrate(model, windows(), matching=matching, judge="attention")
     with attending(model, pair.base_model), torch.no_grad():
-        after = pair.call(0, *inputs[0])
+        after = call(0)
     assert report.kept in (loss, "closed_form")
     if loss == "outputs":
         assert report.kept == loss  # this judge takes nothing of it back
@@ -687,32 +507,7 @@ def test_values_move_with_outputs_where_a_table_of_positions_is_gone(loss, famil
     assert (not after.value.equal(before.value)) is (family in LEARNED and loss == "outputs")
 
 
-def test_each_length_gets_its_share_of_the_steps(monkeypatch):
-    """Short windows are pieces of long ones: the tokens that are read are the same, whatever the lengths."""
-    from hf_posenc.calibration import matching
-
-    def read(lengths):
-        seen = []
-        monkeypatch.setattr(matching, "_add_attention_gradients", lambda pair, drawn, *_: seen.append(drawn) or 0.0)
-        calibrate(
-            patch_model(tiny("llama"), "nope"),
-            windows(),
-            matching=Matching(steps=7, batch_size=2, seed=1, lengths=lengths),
-        )
-        return seen
-
-    plain, cut = read(None), read((4, 12, 24))
-    assert [tuple(each.shape) for each in plain] == [(2, 24)] * 7
-    assert [tuple(each.shape) for each in cut] == [(12, 4)] * 3 + [(4, 12)] * 2 + [(2, 24)] * 2
-    for whole, pieces in zip(plain, cut, strict=True):
-        assert torch.cat(list(pieces)).equal(torch.cat(list(whole)))
-
-
 # ------------------------------------------------------------------------------------------------ going on from a state
-
-
-class Stopped(Exception):
-    """Raised in the middle of a second stage."""
 
 
 def calibrated_until(stop, path, case, **changes):
@@ -723,7 +518,7 @@ def calibrated_until(stop, path, case, **changes):
     def on_step(step, value):
         made.append((step, value))
         if step == stop:
-            raise Stopped
+            raise KeyboardInterrupt
 
     model = patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)
     given = (
@@ -731,11 +526,9 @@ def calibrated_until(stop, path, case, **changes):
         | more
         | changes
     )
-    if given.get("weights") == "scheme":
-        del given["weight_rate"]
     try:
         return model, calibrate(model, windows(), matching=Matching(**given)), made
-    except Stopped:
+    except KeyboardInterrupt:
         return model, None, made
 
 
@@ -749,7 +542,7 @@ def same_parameters(model, other):
 @pytest.mark.parametrize(
     ("stop", "case"),
     [
-        (3, (("nope", {}), {"batch_size": 2, "lengths": (6, 12, 24)})),
+        (3, (("nope", {}), {"batch_size": 2})),
         (1, (("shaw", {}), {"weights": "scheme"})),  # the closed forms have turned weights as well
         (3, (("nope", {}), {"weight_rate": 9.0})),  # ends further away, and is put back to what the closed forms found
     ],
@@ -759,7 +552,7 @@ def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
     whole, expected, made = calibrated_until(None, None, case)
     put_back = all(each.after.equal(each.closed) for each in expected.layers)
     assert put_back is ("weight_rate" in case[1])
-    path = tmp_path / "state.safetensors"
+    path = tmp_path / "state"
     _, report, first = calibrated_until(stop, path, case)
     assert report is None
     resumed, report, rest = calibrated_until(None, path, case)
@@ -773,28 +566,17 @@ def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
     assert report.to_dict() == expected.to_dict()
 
 
-def test_a_state_is_written_every_so_many_steps(tmp_path, monkeypatch):
-    from hf_posenc.calibration.state import StateFile
-
-    written = []
-    monkeypatch.setattr(StateFile, "save", lambda _, step, *others: written.append(step))
-    calibrated_until(None, tmp_path / "state", (("nope", {}), {"steps": 7, "save_every": 3}))
-    assert written == [0, 3, 6, 7]
-    calibrated_until(4, tmp_path / "state", (("nope", {}), {"steps": 7, "save_every": 3}))
-    assert written == [0, 3, 6, 7, 0, 3, 4]
-
-
 def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     from hf_posenc.calibration import state
 
-    def fails(tensors, place, metadata):
-        place.write_bytes(b"half")
+    def fails(content, file):
+        file.write(b"half")
         raise OSError("no space left")
 
     case, path = (("nope", {}), {"save_every": 1}), tmp_path / "state"
     calibrated_until(2, path, case)
     before = path.read_bytes()
-    monkeypatch.setattr(state, "save_file", fails)
+    monkeypatch.setattr(state.torch, "save", fails)
     with pytest.raises(OSError, match="no space left"):
         calibrated_until(None, path, case)
     assert path.read_bytes() == before
@@ -806,40 +588,32 @@ def test_a_state_of_something_else_is_refused(tmp_path):
     case, path = (("kerple", {}), {}), tmp_path / "state"
     calibrated_until(1, path, case)
 
-    def patched(seed=0, config=None, **hyperparameters):
-        return patch_model(tiny("llama", **(config or {})), "kerple", seed=seed, **hyperparameters)
+    def patched(config=None, **hyperparameters):
+        return patch_model(tiny("llama", **(config or {})), "kerple", seed=0, **hyperparameters)
 
     given = {"steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path}
     for changes, message in (
-        ({"steps": 6}, "another calibration: steps was 5 and is 6$"),
-        ({"weights": "adapter"}, "number of parameters that move was .*weights was query_key and is adapter"),
-        ({"tokens": windows(13)}, "another calibration: tokens was 12 x 24, .* and is 13 x 24, "),
-        ({"tokens": windows().flip(0)}, "another calibration: tokens was 12 x 24, "),
-        ({"base": tiny("llama")}, "another calibration: digest of the base was that of the model and is "),
-        ({"closed_windows": 3}, "another calibration: closed_windows was 24 and is 3$"),
-        (
-            {"labels": windows().index_fill(1, torch.tensor(3), -100)},
-            "another calibration: labels was the tokens and is ",
-        ),
+        ({"steps": 6}, "another run: steps was 5 and is 6$"),
+        ({"seed": 3}, "another run: seed was 2 and is 3$"),
+        ({"tokens": windows().flip(0)}, "tokens was 12 x 24, "),
+        ({"base": tiny("llama")}, "digest of the base was None and is "),
+        ({"labels": windows().index_fill(1, torch.tensor(3), -100)}, "labels was 8 x 24, "),
     ):
         model = patched()
-        if "weights" in changes:
-            model.model.layers[0].self_attn.q_proj.requires_grad_(False)
         before = snapshot(model)
         with pytest.raises(CheckpointError, match=message):
             calibrate_with(model, changes.pop("tokens", windows()), given | changes)
         assert_same(snapshot(model), before)
     for other, message in (
-        (patched(config={"rope_theta": 500.0}), "another calibration: digest of the model was"),
-        (patched(seed=1), "another calibration: digest of the model was"),
-        (patched(variant="power"), "scheme was kerple.* and is kerple"),
+        (patched(config={"rope_theta": 500.0}), "digest of the model was"),
+        (patched(share_layers=False), "scheme was kerple.* and is kerple"),
     ):
         with pytest.raises(CheckpointError, match=message):
             calibrate_with(other, windows(), given)
     model = patched()
-    for wrong in (b"", b"no state", path.read_bytes()[:-9]):
+    for wrong in (b"no state", path.read_bytes()[:-9]):
         (tmp_path / "wrong").write_bytes(wrong)
-        with pytest.raises(CheckpointError, match="wrong is not the state of a calibration"):
+        with pytest.raises(CheckpointError, match="wrong is not a state to resume from"):
             calibrate_with(model, windows(), given | {"state_file": tmp_path / "wrong"})
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         calibrate_with(model, windows(), given | {"state_file": tmp_path / "nowhere" / "state"})
@@ -860,16 +634,13 @@ def test_what_was_calibrated_is_written_down(tmp_path):
         assert not hasattr(model.config, "position_encoding")
     model.save_pretrained(tmp_path / "calibrated")
     said = hf_posenc.inspect(tmp_path / "calibrated")
-    assert said.calibration["stage"] == "attention"
+    assert said.calibration["stage"] == "matching"
     assert said.calibration["tokens"] == 12 * LENGTH
     losses = dataclasses.asdict(report.held_out_loss)
     assert said.calibration["held_out_loss"] == {name: round(loss, 6) for name, loss in losses.items()}
-    assert f"\n  calibrated  with {12 * LENGTH} tokens, stage attention" in str(said)
+    assert f"\n  calibrated  with {12 * LENGTH} tokens, stage matching" in str(said)
     card = (tmp_path / "calibrated" / "README.md").read_text()
-    assert f"The swap was calibrated to its base with {12 * LENGTH} tokens, stage `attention`" in card
-    loaded = hf_posenc.from_pretrained(tmp_path / "calibrated")
-    loaded.save_pretrained(tmp_path / "again")
-    assert hf_posenc.inspect(tmp_path / "again").calibration == said.calibration
+    assert f"The swap was calibrated to its base with {12 * LENGTH} tokens, stage matching" in card
     with pytest.warns(UserWarning, match="calibration has changed"):
         unpatch_model(model)
     assert "calibration" not in patch_model(model, "t5", seed=0).config.position_encoding
@@ -911,25 +682,7 @@ def test_the_report_has_the_curves_and_goes_to_json(scheme, factor):
         else:
             placed = model.model.layers[layer.index].self_attn.posenc
             owner = placed.owner() if isinstance(placed, Shared) else placed
-            assert layer.scheme_curve.equal(owner.form(torch.empty(0)).table(LENGTH).detach())
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's own use
-def test_adapters_and_dtypes():
-    from peft import get_peft_model
-
-    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    adapted = get_peft_model(model, hf_posenc.lora_config(model, r=2))
-    kept = {n: p.clone() for n, p in adapted.named_parameters()}
-    report = calibrate(adapted, windows(56), matching=Matching(steps=40, weight_rate=3e-3))
-    assert report.layers[0].after.mean() < report.layers[0].before.mean()
-    moved = {n for n, p in adapted.named_parameters() if not p.equal(kept[n])}
-    trained = {n for n, p in adapted.named_parameters() if p.requires_grad}
-    assert moved == {n for n in trained if "posenc" in n or "q_proj" in n or "k_proj" in n}
-    half = patch_model(tiny("llama").bfloat16(), "t5", share_layers=False, seed=0)
-    report = calibrate(half, windows(56), matching=Matching(steps=2))
-    assert all(each.after.isfinite().all() for each in report.layers)
+            assert layer.scheme_curve.equal(owner.form(torch.empty(0)).curve(LENGTH).detach())
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -940,40 +693,18 @@ def test_adapters_and_dtypes():
     [
         ({"matching": "attention"}, "matching must be a Matching, or None for closed forms alone, not 'attention'"),
         ({"weights": "everything"}, "weights must be one of scheme, query_key, adapter, not 'everything'"),
-        ({"tokens": torch.zeros(3, 8)}, "tokens must be integers"),
-        ({"tokens": windows().short()}, "tokens must be integers .*, not .* of torch.int16"),
-        ({"tokens": windows().bool()}, "tokens must be integers .*, not .* of torch.bool"),
-        ({"tokens": windows().numpy()}, "tokens must be integers .*, not a ndarray"),
-        ({"tokens": ["a text", "another"]}, "tokens must be integers .*, not a list. From a text: tokenizer"),
-        ({"steps": 2.5}, "steps must be an integer, not 2.5"),
-        ({"batch_size": "4"}, "batch_size must be an integer, not '4'"),
-        ({"held_out": 2.5}, "held_out must be an integer, not 2.5"),
-        ({"closed_windows": 1e1}, "closed_windows must be an integer, not 10.0"),
-        ({"held_out": True}, "held_out must be an integer, not True"),
-        ({"seed": "a"}, "seed must be an integer, not 'a'"),
-        ({"lengths": "8"}, "lengths must be an integer, not '8'"),
-        ({"rate": "fast"}, "rate must be a number, not 'fast'"),
+        ({"judge": "me"}, "judge must be one of loss, attention, not 'me'"),
+        ({"tokens": ["a text", "another"]}, "tokens must be integers .*, not a .*list.*. From a text: tokenizer"),
         ({"tokens": windows() + 97}, "tokens hold the id .*, and the model's vocabulary has the ids 0 to 96"),
         ({"tokens": -1 - windows()}, "tokens hold the id -97, and the model's vocabulary"),
-        ({"labels": windows()[:, :-1]}, r"labels must have the shape of tokens, \(12, 24\), not \(12, 23\)"),
-        ({"labels": windows().tolist()}, r"labels must have the shape of tokens, \(12, 24\), not a list"),
-        ({"labels": windows() + 1}, "labels must be the tokens, or -100 for those that the held-out loss leaves out"),
-        ({"labels": torch.full((12, 24), -100)}, "labels leave out all tokens of the 8 held-out windows"),
-        ({"judge": "me"}, "judge must be one of loss, attention, not 'me'"),
-        ({"tokens": torch.zeros(8, dtype=torch.int64)}, r"tokens must be integers \(windows, length\)"),
-        ({"held_out": 12}, "12 windows are too few: 12 are held out"),
-        ({"held_out": 0}, "held_out must be positive, not 0"),
-        ({"steps": 0}, "steps must be positive, not 0"),
-        ({"rate": float("nan")}, "rate must be positive, not nan"),
-        ({"loss": "relations"}, "loss must be one of attention, outputs, not 'relations'"),
-        ({"lengths": (5, 24)}, "windows of 24 tokens cannot be cut into windows of 5: lengths must divide 24"),
-        ({"lengths": (1, 24)}, "cannot be cut into windows of 1"),
-        ({"lengths": ()}, "100 steps cannot be divided among the 0 lengths"),
-        ({"lengths": (6, 12, 24), "steps": 2}, "2 steps cannot be divided among the 3 lengths"),
-        ({"save_every": 3}, "save_every changes nothing without a state_file"),
-        ({"state_file": "a", "save_every": 0}, "save_every must be positive, not 0"),
-        ({"weights": "scheme", "weight_rate": 2e-3}, "weight_rate changes nothing with weights='scheme': leave it out"),
         ({"tokens": tokens(12, 65)}, "windows of 65 tokens are longer than the 64 the base was trained at"),
+        ({"steps": 0}, "steps must be a positive integer, not 0"),
+        ({"closed_windows": 1e1}, "closed_windows must be a positive integer, not 10.0"),
+        ({"held_out": True}, "held_out must be a positive integer, not True"),
+        ({"held_out": 12}, "12 windows are too few: 12 are held out"),
+        ({"rate": float("nan")}, "rate must be a positive number, not nan"),
+        ({"labels": windows() + 1}, "labels must be the tokens, or -100"),
+        ({"labels": torch.full((12, 24), -100)}, "and not for all in the 8 held-out windows"),
     ],
 )
 def test_wrong_arguments(changes, message):
@@ -990,26 +721,6 @@ def test_a_second_stage_with_nothing_to_move():
     with pytest.raises(ValueError, match="leaves nothing to train: alibi has no parameters"):
         calibrate(model, windows(), matching=Matching(weights="scheme"))
     assert_same(snapshot(model), before)
-
-
-@pytest.mark.parametrize(
-    ("keyword", "message"),
-    [
-        ("steps", r"steps is a field of Matching: matching=Matching\(steps=...\)"),
-        ("learning_rate", r"rate is a field of Matching: matching=Matching\(rate=...\)"),
-        ("stage", "matching=None leaves the second stage out"),
-        ("heldout", "unexpected keyword argument 'heldout'. Did you mean held_out?"),
-    ],
-)
-def test_a_keyword_that_does_not_exist_says_where_it_is(keyword, message):
-    with pytest.raises(TypeError, match=message):
-        calibrate(patch_model(tiny("llama"), "t5", seed=0), windows(), **{keyword: 3})
-
-
-def test_what_is_matched_one_after_the_other():
-    assert Matching().trials("loss") == ("outputs", "attention")
-    assert Matching(loss="attention").trials("loss") == ("attention",)
-    assert Matching().trials("attention") == ("attention",)
 
 
 @pytest.mark.slow
@@ -1032,8 +743,8 @@ def test_a_base_whose_weights_have_moved_is_not_followed():
     calibrate(model, windows(), **given, base=tiny("gpt2"))
 
 
-@pytest.mark.slow
-def test_what_was_interrupted_has_moved_the_base_too():
+def test_an_error_half_way_leaves_the_patch():
+    """And a model that is no longer the base, as its config says."""
     model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
 
     def stop(step, value):
@@ -1041,35 +752,22 @@ def test_what_was_interrupted_has_moved_the_base_too():
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, windows(), matching=Matching(on_step=stop))
+    assert hf_posenc.verify(model).ok
+    assert all(p.grad is None for p in model.parameters())
+    assert model.config.position_encoding["calibration"]["stage"] == "matching"  # what is saved now says so
     with pytest.raises(ValueError, match="give the base"):
         calibrate(model, windows())
-    assert model.config.position_encoding["calibration"]["stage"] == "attention"  # what is saved now says so
-    given = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-    calibrate(given, windows(), matching=Matching(steps=1), base=tiny("llama"))
-    with pytest.raises(ValueError, match="give the base"):
-        calibrate(given, windows())
+    with pytest.warns(UserWarning, match="changed weights of this LlamaForCausalLM"):
+        unpatch_model(model)
 
 
 def test_models_that_cannot_be():
-    with pytest.raises(NotPatchedError, match="nothing to calibrate"):
+    with pytest.raises(NotPatchedError, match="patch it first, then calibrate"):
         calibrate(tiny("llama"), windows())
     with pytest.raises(UnsupportedModelError, match="a PosEncLlamaModel predicts none"):
         calibrate(patch_model(tiny("llama").model, "t5", seed=0), windows())
     with pytest.raises(UnsupportedModelError, match="a LlamaModel predicts none"):
         calibrate(patch_model(tiny("llama"), "t5", seed=0), windows(), base=tiny("llama").model)
-    with torch.inference_mode():
-        model = tiny("llama").double().float()
-    with pytest.raises(ValueError, match="take no gradients: make it outside"):
-        calibrate(patch_model(model, "t5", seed=0), windows())
-
-
-@pytest.mark.slow
-def test_tokens_of_either_integer_type():
-    found = []
-    for dtype in (torch.int32, torch.int64):
-        model = patch_model(tiny("llama"), "t5", seed=0)
-        found.append(calibrate(model, windows().to(dtype), matching=Matching(steps=1)).to_dict())
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -1104,32 +802,3 @@ def test_a_second_stage_that_runs_off_is_put_back():
     report = calibrate(model, windows(), matching=Matching(steps=3, rate=1e30, weight_rate=1e30))
     assert all(each.after.equal(each.closed) for each in report.layers)
     assert all(torch.isfinite(p).all() for p in model.parameters())
-
-
-def test_an_error_half_way_leaves_the_patch():
-    model = patch_model(tiny("llama"), "t5", share_layers=False, seed=0)
-
-    def stop(step, value):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, windows(), matching=Matching(on_step=stop))
-    assert hf_posenc.verify(model).ok
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.warns(UserWarning, match="changed weights of this LlamaForCausalLM"):
-        unpatch_model(model)
-
-
-def test_averages_over_nothing():
-    empty = DistanceSums.empty(2, 3, torch.device("cpu"))
-    assert empty.mean_difference.equal(torch.zeros(2, 3, dtype=torch.float64))
-
-
-def test_attention_of_a_stock_model_is_seen_and_left_as_it_was():
-    model = tiny("llama")
-    before, expected = snapshot(model), logits(model)
-    from hf_posenc.live.base_model import BaseModel
-
-    with attending(model, BaseModel.of(model)):
-        assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
-    assert_same(snapshot(model), before)

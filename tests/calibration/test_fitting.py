@@ -71,22 +71,9 @@ def test_rows_that_nothing_determines_stay():
     assert moved.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("scheme", ["shaw", "transformer_xl"])
-def test_a_search_finds_nothing_much_better(scheme, monkeypatch):
-    solved, wanted = module_of(scheme), targets()
-    searched = copy.deepcopy(solved)
-    fit(solved, LIKE, wanted)
-    monkeypatch.setattr(type(searched), "linear_vectors", lambda *_: None)
-    monkeypatch.setattr(fitting, "STEPS", 150)
-    fit(searched, LIKE, wanted)
-    least, found = cost(searched, wanted).item(), cost(solved, wanted).item()
-    start = cost(module_of(scheme), wanted).item()
-    assert found - least < 0.02 * (start - least)
-
-
 def test_vectors_of_waves_are_at_the_least_cost_with_a_ridge(monkeypatch):
     """With `v` held fixed: the gradient of the cost and of the ridge on what `W` has moved is zero."""
-    module, (target,) = module_of("transformer_xl"), targets()
+    module, (target,) = module_of("transformer_xl", longest=10000), targets()
     with torch.no_grad():
         module.position_bias.normal_(generator=torch.Generator().manual_seed(2))
     module.position_bias.requires_grad_(False)

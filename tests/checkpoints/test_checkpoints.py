@@ -1,8 +1,6 @@
 """Saved models load as what they are, or not at all: round trips, ways to load, bad checkpoints, kills, stock export."""
 
-import copy
 import json
-import logging
 import os
 import re
 import shutil
@@ -20,6 +18,7 @@ from decoders import decoder
 from families import FAMILIES, LEARNED, ROTARY, tiny, tokens
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from matrix import matrix
+from multimodal import multimodal
 from situations import CASES, JOINING, SCHEMES, assert_same, distance, patched_model, randomize
 from transformers import (
     AutoConfig,
@@ -27,15 +26,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
-    pipeline,
 )
 
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, describe, export_stock, from_pretrained, inspect, patch_model
-from hf_posenc.checkpoints.digests import DIGESTS, check_saved_config
-from hf_posenc.checkpoints.files import PENDING, STAGING, complete
-from hf_posenc.checkpoints.folder_lock import LOCK
-from hf_posenc.modules import PositionModule
+from hf_posenc.checkpoints.class_names import STUB
+from hf_posenc.checkpoints.files import PENDING, complete
+from hf_posenc.core.modules import PositionModule
 
 SAVED = ("gpt2", "llama", "opt", "gemma2", "gpt_neox")
 ROOT = Path(__file__).parents[2]
@@ -51,17 +48,16 @@ def logits(model, ids=IDS):
 def edit_config(folder, change):
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    config.pop(DIGESTS, None)  # as the message about an edited config asks
     change(config)
     path.write_text(json.dumps(config))
 
 
-def python(code, *, check=True, **environment):
+def python(code, *arguments, check=True, **environment):
     """Run code in a new process, which has imported nothing of ours."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", **environment},
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
+        env={**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
     )
@@ -81,7 +77,7 @@ def test_round_trip(case, family, dtype, shards, tmp_path):
     expected = logits(model)
     model.save_pretrained(tmp_path, max_shard_size="20KB" if shards == "shards" else "50GB")
     assert (tmp_path / "model.safetensors").exists() == (shards == "one file")
-    loaded = from_pretrained(tmp_path, dtype=dtype)
+    loaded = from_pretrained(tmp_path)  # in the dtype that the config says
     assert type(loaded) is type(model)
     assert logits(loaded).equal(expected)
     state, again = model.state_dict(), loaded.state_dict()
@@ -92,70 +88,40 @@ def test_round_trip(case, family, dtype, shards, tmp_path):
     assert len({id(p) for _, p in loaded.named_parameters(remove_duplicate=False)}) == len(shared)
     loaded.save_pretrained(tmp_path / "again", max_shard_size="20KB" if shards == "shards" else "50GB")
     configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "again")]
-    marks = [config.pop(DIGESTS).pop("config.json") for config in configs]  # those of weights differ with each save
     assert configs[0] == configs[1]
-    assert marks[0] == marks[1]
 
 
-@pytest.mark.rows(default=11)
-@matrix(case=SCHEMES, family=[family for family in FAMILIES if family not in SAVED])
-def test_round_trip_of_every_family(case, family, tmp_path):
-    model = patched_model(case, family)
-    model.save_pretrained(tmp_path)
-    assert logits(from_pretrained(tmp_path)).equal(logits(model))
-    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path)).equal(logits(model))
+PLACES = dict.fromkeys(["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0"], "cpu")
+PLACES["model.layers.1"] = "disk"
 
 
 @pytest.mark.parametrize("case", ["rope", "shaw-shared", "learned"])
-@pytest.mark.parametrize("place", ["cpu", "auto", "disk"])
+@pytest.mark.parametrize("place", ["auto", "disk"])
 def test_device_maps(case, place, tmp_path):
     model = patched_model(case, "llama")
     model.save_pretrained(tmp_path)
     options = {"device_map": place}
     if place == "disk":
-        places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-        places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-        if case == "shaw-shared":
-            places["model.posenc"] = "cpu"
+        places = PLACES | ({"model.posenc": "cpu"} if case == "shaw-shared" else {})
         options = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
     assert_same(logits(from_pretrained(tmp_path, **options)), logits(model))
 
 
-@pytest.mark.parametrize("family", SAVED)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_stock_checkpoint_is_patched_while_loading(family, tmp_path):
     tiny(family).save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path, scheme="shaw", max_distance=5, seed=3)
     assert logits(loaded).equal(logits(patch_model(tiny(family), "shaw", max_distance=5, seed=3)))
     hf_posenc.unpatch_model(loaded)
     assert logits(loaded).equal(logits(tiny(family)))
-    low = from_pretrained(tmp_path, scheme=hf_posenc.registry.scheme_class("alibi")(), dtype=torch.bfloat16)
+    low = from_pretrained(tmp_path, scheme=hf_posenc.core.registry.scheme_class("alibi")(), dtype=torch.bfloat16)
     assert low.dtype == torch.bfloat16
-
-
-def test_a_fresh_swap_says_once_that_it_is_not_calibrated(tmp_path, monkeypatch):
-    """By transformers' logger, as of weights that are new; a checkpoint that was patched before says nothing."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    monkeypatch.setattr(hf_posenc.loading, "logger", logger := logging.getLogger("transformers.hf_posenc.fresh"))
-    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
-    logger.addHandler(handler)
-    tiny("llama").save_pretrained(tmp_path / "stock")
-    from_pretrained(tmp_path / "stock", scheme="t5").save_pretrained(tmp_path / "patched")
-    from_pretrained(tmp_path / "stock", scheme="alibi")
-    from_pretrained(tmp_path / "patched")
-    assert len(said) == 1
-    assert "hf_posenc.calibrate(model, windows)" in said[0]
 
 
 def test_a_stock_checkpoint_is_patched_and_dispatched(tmp_path):
     tiny("llama").save_pretrained(tmp_path)
-    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {"model.rotary_emb": "cpu", "model.layers.1": "disk", "model.layers.0": "cpu"}
-    del places["model.layers"]
-    loaded = from_pretrained(
-        tmp_path, scheme="shaw", seed=3, device_map=places, offload_folder=str(tmp_path / "offloaded")
-    )
+    options = {"device_map": PLACES, "offload_folder": str(tmp_path / "offloaded")}
+    loaded = from_pretrained(tmp_path, scheme="shaw", seed=3, **options)
     assert next(loaded.model.layers[1].parameters()).is_meta
     assert_same(logits(loaded), logits(patch_model(tiny("llama"), "shaw", seed=3)))
 
@@ -240,38 +206,24 @@ def edited_version(folder, version):
     return folder
 
 
-def newer_version(folder):
-    with pytest.warns(UserWarning, match=r"saved by hf_posenc 0\.99\.0, newer"):
-        return from_pretrained(edited_version(folder, "0.99.0"))
-
-
 EQUAL = {
     "hf_posenc.from_pretrained": from_pretrained,
     "AutoModelForCausalLM": AutoModelForCausalLM.from_pretrained,
     "AutoModelForCausalLM, trust_remote_code": lambda f: AutoModelForCausalLM.from_pretrained(
         f, trust_remote_code=True
     ),
-    "AutoModelForCausalLM, its own attention": lambda f: AutoModelForCausalLM.from_pretrained(
-        f, attn_implementation=None
-    ),
     "our concrete class": lambda f: getattr(
         hf_posenc.classes, json.loads((f / "config.json").read_text())["architectures"][0]
     ).from_pretrained(f),
     "from_config, then the state dict": from_config,
-    "an older version": lambda f: from_pretrained(edited_version(f, "0.0.9")),
-    "a newer minor version": newer_version,
+    "a newer minor version": lambda f: from_pretrained(edited_version(f, "0.99.0")),
     "pickle": lambda f: __import__("pickle").loads(__import__("pickle").dumps(from_pretrained(f))),
 }
 
 REFUSED = {
     "the stock class": lambda f: stock_class_of(f).from_pretrained(f),
     "the stock class, eager attention": lambda f: stock_class_of(f).from_pretrained(f, attn_implementation="eager"),
-    "the stock class, sdpa": lambda f: stock_class_of(f).from_pretrained(f, attn_implementation="sdpa"),
-    "the stock bare class": lambda f: (
-        stock_class_of(f)._from_config.__self__.base_model_class.from_pretrained(f)
-        if hasattr(stock_class_of(f), "base_model_class")
-        else getattr(transformers, type(tiny_of(f).base_model).__name__).from_pretrained(f, attn_implementation="eager")
-    ),
+    "the stock bare class": lambda f: type(tiny_of(f).base_model).from_pretrained(f, attn_implementation="eager"),
     "a stock config, eager attention": lambda f: stock_class_of(f).from_pretrained(
         f, config=stock_class_of(f).config_class.from_pretrained(f), attn_implementation="eager"
     ),
@@ -290,7 +242,7 @@ def tiny_of(folder):
     return tiny(json.loads((folder / "config.json").read_text())["model_type"].removeprefix("posenc_"))
 
 
-@matrix(way=EQUAL, case=SCHEMES, family=["gpt2", "llama", "opt"])
+@matrix(way=EQUAL, case=["alibi", "shaw-shared", "rope", "learned"], family=["gpt2", "llama"])
 def test_ways_that_load_the_same_model(way, case, family, tmp_path):
     model = patched_model(case, family)
     model.save_pretrained(tmp_path)
@@ -299,62 +251,23 @@ def test_ways_that_load_the_same_model(way, case, family, tmp_path):
     assert hf_posenc.verify(loaded).ok
 
 
-@matrix(way=REFUSED, case=SCHEMES, family=["gpt2", "llama", "opt"])
+@matrix(way=REFUSED, case=["alibi", "shaw-shared", "rope", "learned"], family=["gpt2", "opt"])
 def test_ways_that_are_refused(way, case, family, tmp_path):
     patched_model(case, family).save_pretrained(tmp_path)
-    with pytest.raises(
-        Exception, match="posenc"
-    ) as caught:  # KeyError, ValueError, RuntimeError: whoever notices first
+    with pytest.raises(Exception, match="posenc") as caught:  # KeyError, ValueError, RuntimeError
         REFUSED[way](tmp_path)
     assert not isinstance(caught.value, (AttributeError, AssertionError))
 
 
-def test_two_ways_are_silent_and_name_the_marker(tmp_path, caplog):
-    """They bypass the config, so no guard is read: docs/checkpoints.md warns of them."""
-    model = patched_model("alibi", "llama")
-    model.save_pretrained(tmp_path)
-    marker = "hf_posenc_alibi"
-    read = tiny("llama").load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"), strict=False)
-    assert [name.rpartition(".")[2] for name in read.unexpected_keys] == [marker] * 2
-    with caplog.at_level("WARNING", logger="transformers"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny("llama").config)
-    assert type(loaded) is type(tiny("llama"))
-    assert marker in caplog.text
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_family_lets_its_stock_class_in(family, tmp_path):
-    patched_model("alibi", family).save_pretrained(tmp_path)
-    for options in ({}, {"attn_implementation": "eager"}):
-        with pytest.raises(StrictDataclassFieldValidationError, match="hf_posenc:"):
-            type(tiny(family)).from_pretrained(tmp_path, **options)
-        with pytest.raises(StrictDataclassFieldValidationError, match="hf_posenc:"):
-            type(tiny(family).base_model).from_pretrained(tmp_path, **options)
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_an_attention_implementation_at_loading_does_not_drop_the_scheme(implementation, tmp_path):
-    for case in ("alibi", "rope"):
+    for case in ("t5", "rope"):
         model = patched_model(case, "llama")
         model.save_pretrained(tmp_path / case)
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / case, attn_implementation=implementation)
         assert_same(logits(loaded), logits(model))
-    with pytest.raises(ValueError, match="would drop alibi"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "alibi", attn_implementation="flash_attention_2")
-
-
-def test_a_pipeline(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(97)}, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    model = patched_model("alibi", "llama")
-    model.save_pretrained(tmp_path, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0"))
-    write = pipeline("text-generation", model=str(tmp_path))
-    text = write("w5 w6 w7", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert [f"w{n}" for n in expected[0].tolist()] == text.replace("w", " w").split()
+    with pytest.raises(ValueError, match="would drop t5"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "t5", attn_implementation="flash_attention_2")
 
 
 LOAD = """
@@ -367,7 +280,7 @@ LOAD = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_process_that_never_imported_us(family, tmp_path):
     model = patched_model("alibi", family)
     folder = tmp_path / "model"
@@ -382,18 +295,12 @@ def test_a_process_that_never_imported_us(family, tmp_path):
     done = python(code, check=False)
     assert done.returncode != 0
     assert f"posenc_{family}" in done.stderr or "trust_remote_code" in done.stderr
-    # With trust, but not installed: transformers names the package that is missing.
-    hidden = f"import sys; sys.modules['hf_posenc'] = None\n{textwrap.dedent(LOAD)}"
-    code = hidden.format(**names, options="trust_remote_code=True", imported=True)
-    done = python(code, check=False, HF_MODULES_CACHE=str(tmp_path / "modules2"))
-    assert done.returncode != 0
-    assert "hf_posenc" in done.stderr
 
 
 @pytest.mark.skipif("internlm3" not in transformers.CONFIG_MAPPING, reason="of a newer transformers")
-@pytest.mark.parametrize("model_type", ["internlm3", "iquestcoder"])
-def test_a_model_type_whose_models_are_those_of_another(model_type, tmp_path):
+def test_a_model_type_whose_models_are_those_of_another(tmp_path):
     """Its config class is its own, its model classes are LLaMA's, and what is loaded is still of its type."""
+    model_type = "internlm3"
     model = patch_model(decoder(model_type), "alibi")
     ours = f"PosEnc{type(decoder(model_type).config).__name__.removesuffix('Config')}AsLlamaForCausalLM"
     assert type(model).__name__ == ours
@@ -434,22 +341,7 @@ def test_a_type_whose_checkpoints_have_other_names_than_its_models(model_type, t
         assert logits(loader(tmp_path / "patched")).equal(logits(model))
 
 
-SMALL = {name: 16 for name in ("hidden_size", "projector_input_dim", "projector_output_dim", "vision_output_dim")}
-SMALL |= {"depth": 1, "num_hidden_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_attention_heads": 2}
-SMALL |= {"out_hidden_size": 32, "image_size": 28, "patch_size": 14, "num_position_embeddings": 16}
-
-
-def multimodal(model_type):
-    """A tiny multimodal model around a tiny language model."""
-    config = transformers.CONFIG_MAPPING[model_type](text_config=decoder(f"{model_type}_text").config.to_dict())
-    for name, value in SMALL.items():
-        if hasattr(config.vision_config, name):
-            setattr(config.vision_config, name, value)
-    names = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return getattr(transformers, names[model_type])(config).eval()
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe", "llama4"])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "llama4"])
 def test_the_language_model_of_a_multimodal_checkpoint_is_patched(model_type, tmp_path):
     multimodal(model_type).save_pretrained(tmp_path / "stock")
     assert inspect(tmp_path / "stock").problem is None
@@ -463,18 +355,9 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_patched(model_type, tm
 
 
 @pytest.mark.parametrize("whole", ["multimodal", "head"])
-def test_a_stock_model_around_a_patched_one_is_not_saved(whole, tmp_path):
+def test_a_patched_part_of_a_stock_model_is_saved(whole, tmp_path):
     model = multimodal("qwen3_5") if whole == "multimodal" else tiny("llama")
-    model.save_pretrained(tmp_path / "stock")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()}
     inner = patch_model(model.base_model.language_model if whole == "multimodal" else model.model, "alibi")
-    for around in (model, copy.deepcopy(model)):
-        with pytest.raises(
-            hf_posenc.UnsupportedModelError,
-            match=r"patched with alibi.*save_pretrained on the patched part.* unpatch_model",
-        ):
-            around.save_pretrained(tmp_path / "stock")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "stock").iterdir()} == before
     inner.save_pretrained(tmp_path / "part")
     assert logits(from_pretrained(tmp_path / "part")).equal(logits(inner))
     hf_posenc.unpatch_model(inner)
@@ -496,26 +379,14 @@ def test_another_name_of_a_model_type(tmp_path):
 
 
 def test_the_folder_holds_no_source_but_the_stub(tmp_path):
-    for number in range(2):  # saved, loaded by trust_remote_code, saved again
-        folder = tmp_path / str(number)
-        model = (
-            patched_model("shaw", "llama")
-            if number == 0
-            else AutoModelForCausalLM.from_pretrained(tmp_path / "0", trust_remote_code=True)
-        )
-        model.save_pretrained(folder)
-        assert sorted(path.name for path in folder.iterdir()) == [
-            LOCK,
-            "README.md",
-            "config.json",
-            "generation_config.json",
-            "model.safetensors",
-            "modeling_hf_posenc.py",
-        ]
-        lines = (folder / "modeling_hf_posenc.py").read_text().splitlines()
-        assert len(lines) == 2
-        assert lines[0].startswith("#")
-        assert lines[1].startswith("from hf_posenc.classes import PosEncLlama")
+    """Also of a model that was loaded by `trust_remote_code=True`, whose code transformers would save again."""
+    patched_model("shaw", "llama").save_pretrained(tmp_path / "0")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "0", trust_remote_code=True).save_pretrained(tmp_path / "1")
+    for folder in (tmp_path / "0", tmp_path / "1"):
+        files = {path.name for path in folder.iterdir()}
+        assert files - {"README.md", "config.json", "generation_config.json"} == {f"{STUB}.py", "model.safetensors"}
+        comment, line = (folder / f"{STUB}.py").read_text().splitlines()
+        assert (comment[0], line.startswith("from hf_posenc.classes import PosEncLlama")) == ("#", True)
 
 
 def test_trainer_resumes(tmp_path):
@@ -525,14 +396,8 @@ def test_trainer_resumes(tmp_path):
 
     def train(steps, resume=None):
         options = {"max_steps": steps, "save_steps": 2, "per_device_train_batch_size": 2, "report_to": [], "seed": 1}
-        arguments = TrainingArguments(
-            str(tmp_path),
-            use_cpu=True,
-            lr_scheduler_type="constant",
-            disable_tqdm=True,
-            save_strategy="steps",
-            **options,
-        )
+        options |= {"lr_scheduler_type": "constant", "disable_tqdm": True, "save_strategy": "steps"}
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, **options)
         trainer = Trainer(model=patched_model("shaw", "llama").train(), args=arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume)
         return trainer.model.eval()
@@ -558,128 +423,48 @@ def with_entry(**values):
     return lambda config: config["position_encoding"]["schemes"][0].update(values)
 
 
+def with_setting(**values):
+    return lambda config: config.update(values)
+
+
+def calibrated(**record):
+    return lambda config: config["position_encoding"].update(calibration=record)
+
+
 BAD_CONFIGS = {
-    "no entry": (lambda config: config.pop("position_encoding"), "no position_encoding"),
-    "no scheme": (without("scheme"), "no position_encoding.schemes"),
-    "a typo in the scheme": (with_entry(scheme="shav"), "unknown scheme 'shav'; choose from alibi"),
-    "an unknown key": (with_entry(max_distanse=3), "no hyper-parameter max_distanse"),
-    "a missing key": (without("max_distance"), "lacks max_distance of shaw"),
-    "a value out of range": (with_entry(max_distance=-1), "max_distance"),
-    "an entry that is no dict": (
-        lambda config: config.update(position_encoding="shaw"),
-        "no position_encoding.schemes",
-    ),
+    "no entry": ("shaw", "llama", lambda config: config.pop("position_encoding"), "no position_encoding"),
+    "a typo in the scheme": ("shaw", "llama", with_entry(scheme="shav"), "unknown scheme 'shav'; choose from alibi"),
+    "an unknown key": ("shaw", "llama", with_entry(max_distanse=3), "no hyper-parameter max_distanse"),
+    "a missing key": ("shaw", "llama", without("max_distance"), "lacks max_distance of shaw"),
+    "a value out of range": ("shaw", "llama", with_entry(max_distance=-1), "max_distance"),
+    "an entry that is no dict": ("shaw", "llama", with_setting(position_encoding="shaw"), "no position_encoding"),
+    "too few layer types": ("t5", "gemma2", with_setting(layer_types=["full_attention"]), "index out of range"),
+    "an unknown stage": ("t5", "llama", calibrated(stage="x", tokens=3), "calibration must hold a stage"),
 }
 
 
-@pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained], ids=["ours", "auto"])
 @pytest.mark.parametrize("what", BAD_CONFIGS)
-def test_bad_configs(what, loader, tmp_path):
-    patched_model("shaw", "llama").save_pretrained(tmp_path)
-    change, message = BAD_CONFIGS[what]
-    edit_config(tmp_path, change)
-    with pytest.raises((CheckpointError, UnknownSchemeError), match=message) as caught:
-        loader(tmp_path)
-    assert "hf_posenc" in str(caught.value)
-    found = inspect(tmp_path)
-    assert found.problem is not None
-    assert message in found.problem
-
-
-def overlap(config):
-    config["position_encoding"]["schemes"] = [
-        {**config["position_encoding"]["schemes"][0], "layers": layers} for layers in ([0, 1], [1])
-    ]
-
-
-HUGE = 2 * 10**12
-WITHOUT_DIGESTS = {
-    "overlapping layers": ("t5", "llama", overlap, "both name layer 1"),
-    "a layer that is not there": ("t5", "llama", with_entry(layers=[7]), "there is no layer 7"),
-    "layer types that are too few": (
-        "t5",
-        "gemma2",
-        lambda config: config.update(layer_types=["full_attention"]),
-        "IndexError",
-    ),
-    "more layers": ("t5", "llama", lambda config: config.update(num_hidden_layers=3), "3 layers|model.layers.2"),
-    "a table beyond any memory": (
-        "t5",
-        "llama",
-        with_entry(num_buckets=HUGE, max_distance=2 * HUGE),
-        f"model.posenc.bias.*{HUGE}",
-    ),
-    "embeddings beyond any memory": ("t5", "llama", lambda config: config.update(vocab_size=HUGE), f"{HUGE}, 32"),
-    "no activation": ("t5", "llama", lambda config: config.update(hidden_act="hf_posenc:none"), "KeyError: 'none'"),
-    "an unknown stage": (
-        "t5",
-        "llama",
-        lambda config: config["position_encoding"].update(calibration={"stage": "x\x1b[2J", "tokens": 3}),
-        "stage must be one of closed_form, attention",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WITHOUT_DIGESTS)
-def test_loading_and_inspecting_give_the_same_verdict(what, tmp_path):
-    case, family, change, message = WITHOUT_DIGESTS[what]
+def test_bad_configs(what, tmp_path):
+    case, family, change, message = BAD_CONFIGS[what]
     patched_model(case, family).save_pretrained(tmp_path)
     edit_config(tmp_path, change)
     for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises((ValueError, LookupError), match=message):
             loader(tmp_path)
-    found = inspect(tmp_path)
-    assert found.problem is not None
-    assert re.search(message, found.problem)
-
-
-def test_inspecting_notices_weights_of_another_save(tmp_path):
-    patched_model("t5", "llama").save_pretrained(tmp_path)
-    patched_model("t5", "llama").save_pretrained(tmp_path / "other")
-    shutil.copy(tmp_path / "other/model.safetensors", tmp_path)
-    assert "model.safetensors in " in inspect(tmp_path).problem
-
-
-CALIBRATIONS = {
-    "no stage": {"tokens": 3},
-    "an unknown key": {"stage": "attention", "tokens": 3, "x": 1},
-    "a strange stage": {"stage": ["attention"], "tokens": 3},
-    "text for tokens": {"stage": "attention", "tokens": "<b>"},
-    "fewer than no tokens": {"stage": "attention", "tokens": -5},
-    "true for tokens": {"stage": "attention", "tokens": True},
-    "a list": ["attention", 3],
-    "another loss": {"stage": "attention", "tokens": 3, "held_out_loss": {"after": 1.0}},
-    "a loss that is text": {"stage": "attention", "tokens": 3, "held_out_loss": {"base": "1.0"}},
-    "a loss that is not finite": {"stage": "attention", "tokens": 3, "held_out_loss": {"base": float("inf")}},
-}
-
-
-@pytest.mark.parametrize("what", CALIBRATIONS)
-def test_what_a_config_says_of_a_calibration_is_checked(what, tmp_path):
-    patched_model("alibi", "llama").save_pretrained(tmp_path)
-    edit_config(tmp_path, lambda config: config["position_encoding"].update(calibration=CALIBRATIONS[what]))
-    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(CheckpointError, match=r"position_encoding\.calibration"):
-            loader(tmp_path)
-    assert "position_encoding.calibration" in inspect(tmp_path).problem
-    assert inspect(tmp_path).calibration is None
+    assert re.search(message, str(inspect(tmp_path).problem))
 
 
 def test_losses_of_a_calibration_are_kept_and_shown(tmp_path):
-    found = {
-        "stage": "attention",
-        "tokens": 81234,
-        "held_out_loss": {"base": 1.34, "swapped": 2.81, "calibrated": 1.93},
-    }
+    losses = {"base": 1.34, "swapped": 2.81, "calibrated": 1.93}
+    found = {"stage": "matching", "tokens": 81234, "held_out_loss": losses}
     model = patched_model("alibi", "llama")
     model.config.position_encoding["calibration"] = found
     model.save_pretrained(tmp_path)
     from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    for folder in (tmp_path, tmp_path / "again"):
-        assert inspect(folder).calibration == found
-        losses = "held-out loss 2.81 -> 1.93 nats per token (base 1.34)"
-        assert f"\n  calibrated  with 81,234 tokens, stage attention; {losses}\n" in str(inspect(folder))
-        assert losses.replace("->", "-&gt;") in (folder / "README.md").read_text()
+    assert inspect(tmp_path / "again").calibration == found
+    shown = "held-out loss 2.81 -> 1.93 nats per token (base 1.34)"
+    assert f"\n  calibrated  with 81,234 tokens, stage matching; {shown}\n" in str(inspect(tmp_path / "again"))
+    assert shown.replace("->", "-&gt;") in (tmp_path / "again/README.md").read_text()
 
 
 def test_inspect_prints_nothing_that_a_terminal_obeys(tmp_path):
@@ -695,13 +480,11 @@ def test_inspect_prints_nothing_that_a_terminal_obeys(tmp_path):
     edit_config(tmp_path, spoil)
     lines = str(inspect(tmp_path)).split("\n")
     assert all(line.isprintable() for line in lines)
-    assert [line[:14] for line in lines[1:]] == ["  base        ", "  calibrated  ", "  saved by    ", "  loadable    "]
-    assert lines[4].startswith("  loadable    no: ")
+    assert [line[:14] for line in lines[1:]] == ["  base        ", "  saved by    ", "  loadable    "]
+    assert lines[3].startswith("  loadable    no: ")
 
 
 def change_weights(folder, change):
-    """Rewrite the weights, and say so as the message about rewritten weights asks."""
-    edit_config(folder, lambda config: None)
     path = folder / "model.safetensors"
     state = safetensors.torch.load_file(path)
     change(state)
@@ -716,80 +499,44 @@ def shorten(state):
 
 
 BAD_WEIGHTS = {
-    "a missing parameter": (lambda state: state.pop(TABLE), f"missing: {TABLE}"),
-    "a table one row short": (shorten, f"another shape than .*{TABLE}"),
+    "a missing parameter": (lambda state: state.pop(TABLE), r"missing: (model\.)?layers.1.self_attn.posenc"),
+    "a missing stock weight": (lambda state: state.pop("model.norm.weight"), r"missing: (model\.)?norm\.weight"),
+    "a table one row short": (shorten, r"of another shape: (model\.)?layers.1.self_attn.posenc.key_embeddings"),
     "an unexpected parameter": (
         lambda state: state.update({"model.layers.0.self_attn.posenc.slopes": torch.zeros(4)}),
-        "unexpected: model.layers.0.self_attn.posenc.slopes",
+        r"unexpected: (model\.)?layers.0.self_attn.posenc.slopes",
     ),
     "another scheme's weights": (
         lambda state: state.update({"model.layers.0.hf_posenc_alibi": state.pop("model.layers.0.hf_posenc_shaw")}),
-        "missing: model.layers.0.hf_posenc_shaw; unexpected: model.layers.0.hf_posenc_alibi",
+        r"missing: (model\.)?layers.0.hf_posenc_shaw; unexpected: (model\.)?layers.0.hf_posenc_alibi",
     ),
 }
 
 
-@pytest.mark.parametrize("loader", [from_pretrained, AutoModelForCausalLM.from_pretrained], ids=["ours", "auto"])
 @pytest.mark.parametrize("what", BAD_WEIGHTS)
-def test_bad_weights(what, loader, tmp_path):
+def test_bad_weights(what, tmp_path):
     patched_model("shaw", "llama").save_pretrained(tmp_path)
     change, message = BAD_WEIGHTS[what]
     change_weights(tmp_path, change)
-    with pytest.raises(CheckpointError, match=message):
-        loader(tmp_path)
+    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(CheckpointError, match=message):
+            loader(tmp_path)
 
 
-def test_a_mismatch_is_not_ignored_where_transformers_is_told_to(tmp_path):
+def test_broken_files(tmp_path):
+    patched_model("shaw", "llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(safetensors.SafetensorError, match="not fully covered"):
+        from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "posenc_llama", ')
+    with pytest.raises(CheckpointError, match="is no valid JSON"):
+        from_pretrained(tmp_path)
+    # A table of another shape is not ignored where transformers is told to ignore shapes.
     patched_model("shaw", "llama").save_pretrained(tmp_path)
     change_weights(tmp_path, shorten)
     with pytest.raises(CheckpointError, match=f"of another shape: {TABLE}"):
         AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [from_pretrained, AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained],
-    ids=["ours", "auto", "bare"],
-)
-def test_a_missing_stock_weight_is_an_error_of_ours(loader, tmp_path):
-    patched_model("shaw", "llama").save_pretrained(tmp_path)
-    change_weights(tmp_path, lambda state: state.pop("model.norm.weight"))
-    with pytest.raises(CheckpointError, match=r"missing: (model\.)?norm\.weight"):
-        loader(tmp_path)
-
-
-def test_a_weight_left_over_that_belongs_to_no_scheme(tmp_path):
-    """The digests refuse it. Without them, loading ignores it, as transformers does."""
-    model = patched_model("shaw", "llama")
-    model.save_pretrained(tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    change_weights(tmp_path, lambda state: state.update({"extra.weight": torch.zeros(4)}))
-    assert logits(from_pretrained(tmp_path)).equal(logits(model))
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors in .* not what was saved"):
-        from_pretrained(tmp_path)
-
-
-def test_a_truncated_shard(tmp_path):
-    patched_model("shaw", "llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        from_pretrained(tmp_path)
-
-
-def test_a_corrupted_config(tmp_path):
-    patched_model("shaw", "llama").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "posenc_llama", ')
-    with pytest.raises(CheckpointError, match="is no valid JSON"):
-        from_pretrained(tmp_path)
-    with pytest.raises(OSError, match="not a valid JSON"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_changed_config_without_a_model_type_is_called_that():
-    with pytest.raises(CheckpointError, match=r"config\.json without a model_type was changed"):
-        check_saved_config({DIGESTS: {"config.json": "of another"}})
 
 
 def test_an_edited_stub_is_not_run(tmp_path):
@@ -823,7 +570,7 @@ def test_wrong_calls(tmp_path):
         from_pretrained(tmp_path / "ours", scheme="alibi")
     with pytest.raises(UnknownSchemeError, match="choose from"):
         from_pretrained(tmp_path / "stock", scheme="shav")
-    with pytest.raises(CheckpointError, match="seed=3 would draw nothing"):
+    with pytest.raises(CheckpointError, match="without scheme and seed"):
         from_pretrained(tmp_path / "ours", seed=3)
     with pytest.raises(ValueError, match="unknown attention 'fast'; choose from auto, sdpa"):
         from_pretrained(tmp_path / "ours", attention="fast")
@@ -835,47 +582,15 @@ def test_wrong_calls(tmp_path):
 
 
 def test_inspect_reads_no_weights(tmp_path):
-    patched_model("shaw", "gpt2").save_pretrained(tmp_path)
+    model = patched_model("shaw", "gpt2")
+    model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     found = inspect(tmp_path)
     assert (found.base, found.architecture, found.scheme) == ("gpt2", "PosEncGPT2LMHeadModel", "shaw")
-    assert found.schemes[0]["max_distance"] == 5
-    assert found.version == hf_posenc.__version__
+    assert (found.schemes[0]["max_distance"], found.version) == (5, hf_posenc.__version__)
     assert found.problem is None
-    assert "shaw(max_distance=5" in str(found)
-
-
-def first_lines(model, folder):
-    """What `inspect` and `describe` print of a model's schemes."""
-    model.save_pretrained(folder)
-    return [str(text).splitlines()[0].split(": ", 1)[1] for text in (inspect(folder), describe(model))]
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_inspect_and_describe_print_a_scheme_alike(scheme, tmp_path):
-    inspected, described = first_lines(patched_model(scheme, "gpt2"), tmp_path)
+    inspected, described = (str(text).splitlines()[0].split(": ", 1)[1] for text in (found, describe(model)))
     assert inspected == described
-
-
-def test_inspect_counts_pairs_that_are_listed_by_head(tmp_path):
-    model = tiny("llama")
-    heads = model.config.num_key_value_heads
-    pairs = [[[0, 1], *([[0]] * (heads - 1))] for _ in range(model.config.num_hidden_layers)]
-    inspected, described = first_lines(patch_model(model, "rope_by_head", pairs=pairs), tmp_path)
-    count = len(pairs) * (heads + 1)
-    assert inspected == described == f"rope_by_head(pairs=[{count} in {len(pairs) * heads} heads])"
-
-
-def test_inspect_lists_a_scheme_that_it_cannot_make(tmp_path):
-    patched_model("alibi", "gpt2").save_pretrained(tmp_path)
-    edit_config(tmp_path, lambda config: config["position_encoding"]["schemes"][0].update(scheme="elsewhere", slope=3))
-    found = inspect(tmp_path)
-    assert "elsewhere(" in str(found).splitlines()[0]
-    assert "slope=3" in str(found).splitlines()[0]
-    assert "unknown scheme 'elsewhere'" in found.problem
-
-
-def test_inspect_of_stock_checkpoints(tmp_path):
     tiny("gpt2").save_pretrained(tmp_path / "gpt2")
     found = inspect(tmp_path / "gpt2")
     assert (found.scheme, found.version, found.problem) == (None, None, None)
@@ -902,11 +617,8 @@ KILLED = """
             return function(*arguments, **options)
         return call
     def save(folder):
-        model = patched_model("alibi", "llama")   # another scheme, other weights, shards instead of one file
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(1.5)
-        for name in ("mkdir", "link", "replace", "rename", "remove", "rmdir", "fsync"):
+        model = patched_model("alibi", "llama", seed=1)   # another scheme, other weights, shards instead of one file
+        for name in ("mkdir", "link", "replace", "rename", "remove", "unlink", "rmdir", "fsync"):
             setattr(os, name, counted(getattr(os, name)))
         m.safe_save_file = counted(m.safe_save_file)
         model.save_pretrained(folder, max_shard_size="20KB")
@@ -922,28 +634,9 @@ KILLED = """
 """
 
 
-def run_killed(*saves):
+def run_killed(saves):
     """Save over each folder in a process that is killed at that step; return what each printed and how it ended."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            textwrap.dedent(KILLED),
-            *(f"{folder}:{step}" for folder, step in saves),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-500:]
-    assert done.stdout.count("ended") == len(saves)
-    return done.stdout.split(), done.stderr[-500:]
+    return python(KILLED, *(f"{folder}:{step}" for folder, step in saves.items())).stdout.split()
 
 
 def saved_before(folder):
@@ -953,79 +646,50 @@ def saved_before(folder):
     return logits(model)
 
 
-def check_killed(folder, old, new):
-    """Exactly the old model or exactly the new one, and the next save works."""
-    found = logits(from_pretrained(folder))
-    assert found.equal(old) or found.equal(new)
-    assert (folder / "mine.txt").read_text() == "kept"
-    model = patched_model("nope", "llama")
-    model.save_pretrained(folder)
-    assert logits(from_pretrained(folder)).equal(logits(model))
-    assert not list(folder.glob(STAGING + "*"))
-    assert not (folder / PENDING).exists()
-    return found.equal(new)
-
-
-def new_logits():
-    model = patched_model("alibi", "llama")
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
-    return logits(model)
-
-
-def kill_at(steps, tmp_path):
-    folders = [tmp_path / str(step) for step in steps]
-    olds = [saved_before(folder) for folder in folders]
-    printed, errors = run_killed(*zip(folders, steps, strict=True))
-    assert printed == ["ended", "-9"] * len(folders), errors
-    return [check_killed(folder, old, new_logits()) for folder, old in zip(folders, olds, strict=True)]
-
-
-def calls_of_a_save(tmp_path):
-    saved_before(tmp_path / "whole")
-    printed, errors = run_killed((tmp_path / "whole", 0))
-    assert printed[0] == "calls", errors
-    assert printed[2:] == ["ended", "0"], errors
-    assert logits(from_pretrained(tmp_path / "whole")).equal(new_logits())
-    return int(printed[1])
-
-
 @pytest.mark.slow
 def test_a_killed_save_leaves_the_old_or_the_new_model(tmp_path):
-    count = calls_of_a_save(tmp_path)
-    outcomes = kill_at([2, count // 3, count // 2, 2 * count // 3, count], tmp_path)
-    assert not outcomes[0]
-    assert outcomes[-1]
-    assert outcomes == sorted(outcomes)  # once it is the new one it stays the new one
-
-
-@pytest.mark.exhaustive
-def test_a_save_killed_anywhere(tmp_path):
-    outcomes = kill_at(range(1, calls_of_a_save(tmp_path) + 1), tmp_path)
+    """Exactly the old model or exactly the new one, once it is the new one it stays that, and the next save works."""
+    saved_before(tmp_path / "whole")
+    word, count, *ended = run_killed({tmp_path / "whole": 0})
+    assert [word, *ended] == ["calls", "ended", "0"]
+    new = logits(patched_model("alibi", "llama", seed=1))
+    assert logits(from_pretrained(tmp_path / "whole")).equal(new)
+    saves = {tmp_path / str(step): step for step in range(1, int(count) + 1)}
+    olds = [saved_before(folder) for folder in saves]
+    assert run_killed(saves) == ["ended", "-9"] * len(saves)
+    outcomes = []
+    for folder, old in zip(saves, olds, strict=True):
+        found = logits(from_pretrained(folder))
+        assert found.equal(old) or found.equal(new), folder
+        outcomes.append(found.equal(new))
+        model = patched_model("nope", "llama")
+        model.save_pretrained(folder)
+        assert logits(from_pretrained(folder)).equal(logits(model))
+        assert (folder / "mine.txt").read_text() == "kept"
+        assert not list(folder.glob(".hf_posenc*"))
     assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
 
 
 def test_an_interrupted_save_is_read_as_complete_and_left_as_it_is(tmp_path):
-    old = saved_before(tmp_path)
-    pending = tmp_path / PENDING
-    model = randomize(patched_model("shaw", "llama"), seed=9)
-    model.save_pretrained(pending)
-    (pending / "README.md").unlink()
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for loader in (from_pretrained, AutoModelForCausalLM.from_pretrained):
-        loaded = loader(tmp_path)
+    """Also where the config is still that of a stock model. Auto classes read that config themselves, and are stopped."""
+    for old in (patched_model("alibi", "llama"), tiny("llama")):
+        folder = tmp_path / type(old).__name__
+        old.save_pretrained(folder)
+        model = randomize(patched_model("shaw", "llama"), seed=9)
+        model.save_pretrained(folder / PENDING)
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        loaded = from_pretrained(folder)
         assert logits(loaded).equal(logits(model))
-        assert loaded.name_or_path == str(tmp_path)
-    assert not logits(model).equal(old)
-    assert inspect(tmp_path).scheme == "shaw"
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    with pytest.raises(CheckpointError, match=r"hf_posenc\.checkpoints\.files\.complete"):
-        from_pretrained(tmp_path, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder=tmp_path / "offloaded")
-    assert complete(tmp_path)
-    assert not complete(tmp_path)
-    assert not pending.exists()
-    assert logits(from_pretrained(tmp_path)).equal(logits(model))
+        assert loaded.name_or_path == str(folder)
+        assert inspect(folder).scheme == "shaw"
+        if hf_posenc.is_patched(old):
+            with pytest.raises(CheckpointError, match=r"was interrupted.*hf_posenc\.from_pretrained"):
+                AutoModelForCausalLM.from_pretrained(folder)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        complete(folder)
+        assert not (folder / PENDING).exists()
+        assert logits(AutoModelForCausalLM.from_pretrained(folder)).equal(logits(model))
 
 
 def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
@@ -1042,26 +706,17 @@ def test_a_save_that_fails_changes_nothing(tmp_path, monkeypatch):
     assert logits(from_pretrained(tmp_path)).equal(old)
 
 
-STATES = {
-    "behind a wrapper": lambda state: {f"module.{name}": tensor for name, tensor in state.items()},
-    "partial": lambda state: {name: tensor for name, tensor in state.items() if "layers.1" not in name},
-    "stock": lambda state: tiny("llama").state_dict(),
-    "of another scheme": lambda state: patched_model("alibi", "llama").state_dict(),
-    "empty": lambda state: {},
-}
-
-
-@pytest.mark.parametrize("what", STATES)
-def test_a_state_dict_of_another_model_is_refused_before_the_folder_is_touched(what, tmp_path):
-    old = saved_before(tmp_path)
+def test_a_state_dict_of_another_model_is_refused_before_the_folder_is_touched(tmp_path):
+    saved_before(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     model = patched_model("shaw", "llama")
-    with pytest.raises(
-        hf_posenc.UnsupportedModelError, match=r"state_dict is not of this PosEncLlama.* it (lacks|has) "
-    ):
-        model.save_pretrained(tmp_path, state_dict=STATES[what](model.state_dict()))
+    state = model.state_dict()
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    partial = {name: tensor for name, tensor in state.items() if "layers.1" not in name}
+    for other in (wrapped, partial, patched_model("alibi", "llama").state_dict(), {}):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match=r"state_dict is not of this PosEncLlama.* it lacks "):
+            model.save_pretrained(tmp_path, state_dict=other)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert logits(from_pretrained(tmp_path)).equal(old)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])  # tied, not tied, tied
@@ -1092,7 +747,47 @@ def test_rope_is_exported(family, scaling, tmp_path):
     assert_same(logits(stock), logits(model))
     if scaling:  # GPT-NeoX turns one pair here, whose frequency is 1 whatever rope_theta is
         assert distance(logits(stock), logits(tiny(family))) > 1e-2
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == tiny(family).config.model_type
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == tiny(family).config.model_type
+    assert config.pop("rope_parameters") == stock.config.rope_parameters
+    # Without it, transformers 5 reads the config as one of transformers 4, by code of its own for each type.
+    assert type(stock.config).from_dict(config).rope_parameters == stock.config.rope_parameters
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "expected"),
+    [
+        ({"rope_theta": 4e5}, {"rope_theta": 4e5, "rope_scaling": None}),
+        ({"scaling": SCALED}, {"rope_theta": 1e4, "rope_scaling": SCALED}),
+        (
+            {"frequencies": {"name": "soft_clip", "pairs": 2}},
+            {"rope_theta": 1e4, "original_max_position_embeddings": 64},
+        ),
+    ],
+    ids=["theta", "linear", "soft_clip"],
+)
+def test_an_export_says_its_rotation_to_transformers_4(hyperparameters, expected, tmp_path):
+    """That reads these keys alone, and without them turns by a base of 10,000."""
+    export_stock(patch_model(tiny("llama"), "rope", **hyperparameters), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert expected.items() <= config.items()
+    if "frequencies" in hyperparameters:
+        assert config["rope_scaling"] == {k: v for k, v in config["rope_parameters"].items() if k != "rope_theta"}
+
+
+def test_an_export_that_transformers_4_would_read_wrong_says_so(tmp_path):
+    model = patch_model(tiny("gemma3"), "rope", rope_theta=4e5)
+    export_stock(model, tmp_path / "theta")
+    config = json.loads((tmp_path / "theta" / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_local_base_freq"], config["rope_scaling"]) == (4e5, 4e5, None)
+    model = patch_model(tiny("gemma3"), "rope", scaling=SCALED)  # also in the layers with a window
+    with pytest.warns(UserWarning, match="transformers 4 cannot read the rotation of gemma3_text"):
+        export_stock(model, tmp_path / "linear")
+    assert "rope_scaling" not in json.loads((tmp_path / "linear" / "config.json").read_text())
+    assert_same(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "linear")), logits(model))
+    # The rotary modules of its decoder are both made from `config.rope_theta`, which is the global one.
+    with pytest.warns(UserWarning, match="transformers 4 cannot read the rotation of modernbert-decoder"):
+        export_stock(patch_model(decoder("modernbert-decoder"), "rope"), tmp_path / "two")
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm3"])
@@ -1115,22 +810,15 @@ def test_tables_are_baked(case, family, tmp_path):
     assert stock.config.max_position_embeddings == 40
 
 
-STOCK = {"rope": set(ROTARY), "nope": {"llama", "smollm3"}, "learned": set(LEARNED), "sinusoidal": set(LEARNED)}
-"""Scheme -> the families of which a stock class computes it. The tests above compare them."""
-NO_STOCK_CLASS = [
-    (case, family) for case in SCHEMES for family in FAMILIES if family not in STOCK.get(CASES[case][0], ())
-]
+NO_STOCK_CLASS = [("alibi", "llama"), ("nope", "gpt2"), ("rope", "opt"), ("learned", "llama")]
 
 
-@matrix(NO_STOCK_CLASS, case=None, family=None)
+@pytest.mark.parametrize(("case", "family"), NO_STOCK_CLASS)
 def test_what_no_stock_class_computes(case, family, tmp_path):
+    model = patched_model(case, family)
     with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes"):
-        export_stock(patched_model(case, family), tmp_path)
+        export_stock(model, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_export_does_not_overwrite_a_patched_checkpoint(tmp_path):
-    model = patched_model("rope", "llama")
     model.save_pretrained(tmp_path)
     with pytest.raises(FileExistsError, match="another folder"):
         export_stock(model, tmp_path)
@@ -1164,8 +852,7 @@ def test_experts_run_as_in_a_stock_model(tmp_path, model_type):
         stock = AutoModelForCausalLM.from_pretrained({str(tmp_path / "stock")!r})
         print(*(each.config._experts_implementation for each in (stock, loaded, asked)))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
-    stock, loaded, asked = done.stdout.split()
+    stock, loaded, asked = python(code).stdout.split()
     assert loaded == stock
     assert asked == "grouped_mm"
 
@@ -1180,3 +867,45 @@ def test_attention_weights_asked_for_when_loading(tmp_path, scheme, load):
     assert len(weights) == loaded.config.num_hidden_layers
     for each in weights:
         assert_same(each.sum(-1), torch.ones_like(each[..., 0]))
+
+
+READ = """
+import sys, torch
+from transformers import AutoModelForCausalLM, __version__
+assert __version__.startswith("4."), __version__
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        torch.save(model(torch.load(f"{folder}/tokens.pt")).logits, f"{folder}/logits.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "HF_POSENC_TRANSFORMERS4" not in os.environ,
+    reason="HF_POSENC_TRANSFORMERS4=/path/to/python, one that has transformers 4.57 and torch, runs this",
+)
+def test_transformers_4_computes_what_was_exported(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    clip = {"name": "soft_clip", "pairs": 2}
+    rotations = {"theta": {"rope_theta": 4e5}, "yarn": {"scaling": yarn}, "clip": {"frequencies": clip}}
+    unread = {"gemma3-yarn", "gemma3-clip"}  # with a warning
+    # Refused by transformers 4 itself: its classes of these types take no other scaling. GPT-NeoX turns one pair here.
+    unread |= {"olmo2-yarn", "olmo2-clip", "phi3-yarn", "phi3-clip", "gpt_neox-clip"}
+    expected = {}
+    for family in ROTARY:
+        for name, rotation in rotations.items():
+            if f"{family}-{name}" not in unread:
+                model = patch_model(tiny(family), "rope", **rotation)
+                expected[tmp_path / f"{family}-{name}"] = model
+    expected[tmp_path / "llama-nope"] = patch_model(tiny("llama", rope_theta=4e5), "nope", layers=[1])
+    expected[tmp_path / "llama-wide"] = patch_model(tiny("llama"), "transformer_xl", seed=0)
+    ids = tokens(2, 200)
+    for folder, model in expected.items():
+        export_stock(model, folder)
+        torch.save(ids, folder / "tokens.pt")
+    python = os.environ["HF_POSENC_TRANSFORMERS4"]
+    subprocess.run([python, "-c", READ, *expected], check=True, env=os.environ | {"PYTHONPATH": ""})
+    for folder in expected:
+        stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        assert_same(torch.load(folder / "logits.pt"), stock(ids).logits)

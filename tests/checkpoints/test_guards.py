@@ -11,11 +11,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedCo
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hf_posenc
-from hf_posenc.checkpoints.digests import DIGESTS
-from hf_posenc.checkpoints.guards import ACTIVATIONS, CHECKED, NUMBER, PREFIX, guarded, unguarded
+from hf_posenc.checkpoints.config import ACTIVATIONS, CHECKED, NUMBER, PREFIX, guarded
 from hf_posenc.checkpoints.model_classes import config_class
+from hf_posenc.core.registry import supported_model_types
 from hf_posenc.families.refused import missing_release
-from hf_posenc.registry import supported_model_types
 
 SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING and missing_release(t) is None]
 # They declare no setting of this name, or hold configs that have one; no family is of these.
@@ -107,27 +106,8 @@ def test_what_reads_any_config_can_read_ours(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_peft_finds_the_setting_in_the_dict(tied):
+def test_peft_finds_the_setting_in_the_dict():
     import peft
 
-    model = hf_posenc.patch_model(decoder("llama", tie_word_embeddings=tied), "nope")
-    assert peft.tuners.tuners_utils.BaseTuner.get_model_config(model)[CHECKED] is tied
-
-
-def test_a_checkpoint_that_was_saved_without_it(tmp_path):
-    hf_posenc.patch_model(decoder("llama"), "nope").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    for removed in (CHECKED, DIGESTS):
-        del config[removed]
-    path.write_text(json.dumps({**config, CHECKED: False}))
-    assert hf_posenc.from_pretrained(tmp_path).config.tie_word_embeddings is False
-
-
-def test_only_guards_are_taken_off():
-    assert unguarded("hidden_act", "silu") == "silu"
-    assert unguarded("name", guarded("x")) == guarded("x")
-    assert unguarded(CHECKED, guarded(None)) is None
-    assert unguarded(CHECKED, "true") == "true"
-    assert unguarded(NUMBER, guarded(0.02)) == 0.02
+    model = hf_posenc.patch_model(decoder("llama", tie_word_embeddings=True), "nope")
+    assert peft.tuners.tuners_utils.BaseTuner.get_model_config(model)[CHECKED] is True

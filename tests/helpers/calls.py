@@ -5,10 +5,10 @@ from functools import partial
 import torch
 from rows import named
 
-from hf_posenc.attention_call import Call
-from hf_posenc.engines import chunked, clipped, decode, dispatch, rescaled, sdpa, skewed, toeplitz
-from hf_posenc.positions import Positions, pack, unpack
-from hf_posenc.registry import scheme_class
+from hf_posenc.core.attention_call import Call
+from hf_posenc.core.positions import Positions, pack, unpack
+from hf_posenc.core.registry import scheme_class
+from hf_posenc.engines import chunked, clipped, dispatch, rescaled, sdpa, toeplitz
 from hf_posenc.schemes.base import Dims
 
 HEAD_DIM = 16
@@ -20,15 +20,11 @@ def never_short(monkeypatch):
     """Send every call to the fastest engine that can carry it, however short it is, and cut it in many pieces."""
     for engine in dispatch.ENGINES:
         monkeypatch.setattr(engine, "floors", {})
-    monkeypatch.setattr(toeplitz, "ROWS", 32)
-    monkeypatch.setattr(toeplitz, "MANY_ROWS", 48)
-    monkeypatch.setattr(toeplitz, "LONG", 96)
-    for engine in (clipped, rescaled, skewed):
+    for engine in (clipped, rescaled, toeplitz):
         monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
     monkeypatch.setattr(sdpa, "WHOLE", 0)
     monkeypatch.setattr(sdpa, "ROWS", 32)
-    monkeypatch.setattr(decode, "SHORT", 0)
 
 
 def build(scheme, heads, value_dim=None, **hyperparameters):
@@ -49,15 +45,7 @@ def left_padded(length, padding):
     valid = torch.stack([torch.ones(length, dtype=torch.bool), index[0] >= padding])
     counted = valid.cumsum(-1) - 1
     return unpack(
-        pack(
-            index,
-            index,
-            query_positions=counted,
-            key_positions=counted,
-            query_valid=valid,
-            key_valid=valid,
-        ),
-        length,
+        pack(index, index, query_positions=counted, key_positions=counted, query_valid=valid, key_valid=valid), length
     ), valid
 
 

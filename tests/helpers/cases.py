@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,25 @@ class Case:
     num_heads: int | None = None
     roundings: int = 1
     bases: tuple[str, ...] = ("gpt2", "llama")
+
+    def __str__(self) -> str:
+        return self.id
+
+
+def case_of(
+    scheme: str,
+    attention: Callable[..., Tensor],
+    name: str,
+    num_heads: int | None = None,
+    bases: tuple[str, ...] = ("gpt2", "llama"),
+    *,
+    table: Callable[..., Tensor] | None = None,
+    roundings: int = 1,
+    **hyperparameters: Any,
+) -> Case:
+    """Return the case `scheme-name`."""
+    sizes: dict[str, Any] = {"table": table, "num_heads": num_heads, "roundings": roundings, "bases": bases}
+    return Case(id=f"{scheme}-{name}", scheme=scheme, hyperparameters=hyperparameters, attention=attention, **sizes)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -90,10 +110,7 @@ def plain(query, key, value, parameters, *, softmax_scale, cap=identity, **_):
     return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale))
 
 
-NOPE = [Case(id="nope", scheme="nope", attention=plain)]
-
-
-# --- sinusoidal: Vaswani et al. 2017, section 3.5; power law and trained frequencies: Su, spaces.ac.cn/archives/8231
+# --- sinusoidal: Vaswani et al. 2017, section 3.5; trained frequencies: Su, spaces.ac.cn/archives/8231
 # PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos(pos / 10000^(2i/d)); their root mean square is 1/sqrt(2).
 
 
@@ -105,8 +122,7 @@ def sinusoidal_table(
     match,
     base=10000,
     layout="interleaved",
-    frequencies="exponential",
-    alpha=2,
+    frequencies=None,
     scale="match",
     **_,
 ):
@@ -117,10 +133,8 @@ def sinusoidal_table(
         for u in range(pairs):
             if "frequencies" in parameters:
                 w = parameters["frequencies"][u]
-            elif frequencies == "exponential":
+            elif frequencies is None:
                 w = torch.tensor(1 / base ** (2 * u / size), dtype=torch.float64)
-            elif frequencies == "power":
-                w = torch.tensor((2 * u / size) ** alpha, dtype=torch.float64)
             else:
                 w = torch.tensor(frequencies[u], dtype=torch.float64)
             if "log_ratios" in parameters:
@@ -135,49 +149,11 @@ def sinusoidal_table(
     return torch.stack(rows) * (match / math.sqrt(1 / 2) if scale == "match" else scale)
 
 
-def sinusoidal(name: str, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"sinusoidal-{name}",
-        scheme="sinusoidal",
-        hyperparameters=hyperparameters,
-        attention=plain,
-        table=sinusoidal_table,
-    )
-
-
-SINUSOIDAL = [
-    sinusoidal("default"),
-    sinusoidal("split", layout="split"),
-    sinusoidal("base", base=500.0, scale=1.0),
-    sinusoidal("power", frequencies="power", scale=1.0),
-    sinusoidal("power-cubed", frequencies="power", alpha=3.0, layout="split", scale=0.5),
-    sinusoidal("trained", trainable=True),
-    sinusoidal("trained-in-radians", placement="every_layer", trainable="radians"),
-    sinusoidal("trained-power", trainable=True, frequencies="power", layout="split", scale=0.25),
-    sinusoidal("every-layer", placement="every_layer"),
-    sinusoidal("every-layer-trained", placement="every_layer", trainable=True, scale=0.5),
-]
-
-
 # --- learned: Gehring et al. 2017, section 3.1: e_t = w_t + p_t. Initialisations: INITIAL_TABLES below
 
 
 def learned_table(positions, size, parameters, **_):
     return torch.stack([parameters["table"][t] for t in positions])
-
-
-def learned(name: str, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"learned-{name}", scheme="learned", hyperparameters=hyperparameters, attention=plain, table=learned_table
-    )
-
-
-LEARNED = [
-    learned("default", num_positions=96),
-    learned("normal", num_positions=96, initialization="normal"),
-    learned("every-layer", num_positions=96, placement="every_layer", initialization="normal"),
-    learned("table-per-layer", num_positions=96, placement="every_layer", share_layers=False, initialization="normal"),
-]
 
 
 # A base's table of n rows continued to `count`. Su, spaces.ac.cn/archives/7947, rows counted from 1 as there:
@@ -192,28 +168,12 @@ def hierarchical_rows(native: Tensor, count: int, match: float) -> Tensor:
     return torch.stack([q[r] for r in range(1, count + 1)])
 
 
-def interpolated_rows(native: Tensor, count: int, match: float) -> Tensor:
-    """Row r of the new table lies at r (n-1) / (count-1) of the old one, between its two neighbours there."""
-    rows = []
-    for r in range(count):
-        x = r * (native.shape[0] - 1) / (count - 1)
-        low, share = int(x), x - int(x)
-        rows.append(native[low] if share == 0 else (1 - share) * native[low] + share * native[low + 1])
-    return torch.stack(rows)
-
-
-def native_rows(native: Tensor, count: int, match: float) -> Tensor:
-    return torch.stack([native[r] for r in range(count)])
-
-
 def sinusoidal_rows(native: Tensor, count: int, match: float) -> Tensor:
     return sinusoidal_table(range(count), native.shape[1], {}, match=match)
 
 
 INITIAL_TABLES = {
-    "native": native_rows,
-    "interpolated": interpolated_rows,
-    "hierarchical": hierarchical_rows,
+    "native": hierarchical_rows,
     "sinusoidal": sinusoidal_rows,
 }
 
@@ -336,12 +296,6 @@ def rope_attention(
     return plain(turned_query, turned(key, 0), value, parameters, softmax_scale=softmax_scale, cap=cap)
 
 
-def rope(name: str, bases: tuple[str, ...] = ("gpt2", "llama"), **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"rope-{name}", scheme="rope", hyperparameters=hyperparameters, attention=rope_attention, bases=bases
-    )
-
-
 def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_type": kind, "factor": 3.0, **parameters}
 
@@ -362,39 +316,10 @@ SCALINGS = {
     "llama3": scaled("llama3", low_freq_factor=0.1, high_freq_factor=1.0, original_max_position_embeddings=TRAINED),
 }
 
-ROPE = [
-    rope("default"),
-    rope("theta", rope_theta=50.0),
-    rope("half", layout="half", rope_theta=100.0),
-    rope("interleaved", bases=("gpt2",), layout="interleaved"),
-    rope("partial", partial_rotary_factor=0.5),
-    rope("partial-interleaved", bases=("gpt2",), partial_rotary_factor=0.25, layout="interleaved", rope_theta=20.0),
-    *(rope(f"scaling-{kind}", scaling=parameters, rope_theta=100.0) for kind, parameters in SCALINGS.items()),
-    # Barbero et al. 2024, arXiv:2410.06205, section 6: p-RoPE keeps the highest frequencies, those below stand still
-    rope("proportional", partial_rotary_factor=0.5, scaling={"rope_type": "proportional"}, rope_theta=100.0),
-    rope("partial-linear", partial_rotary_factor=0.5, scaling=SCALINGS["linear"]),
-    rope("frequencies", frequencies=(1.0, 0.3, 0.02, 0.0)),
-    rope("frequencies-interleaved", bases=("gpt2",), layout="interleaved", frequencies=(3.1, 0.0, 0.2, 0.1)),
-    rope("frequencies-partial", partial_rotary_factor=0.5, frequencies=(0.7, 0.1)),
-    rope("soft-clip", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 3}),
-    rope(
-        "soft-clip-linear", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 4}, scaling=SCALINGS["linear"]
-    ),
-    rope(
-        "soft-clip-llama3", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 3}, scaling=SCALINGS["llama3"]
-    ),
-    rope("hope", rope_theta=100.0, frequencies={"name": "hope", "length": 40}),
-    rope("hope-trained", rope_theta=100.0, frequencies={"name": "hope"}),
-    rope("abf", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0}),
-    rope("abf-linear", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0}, scaling=SCALINGS["linear"]),
-    rope("ntk", rope_theta=100.0, frequencies={"name": "ntk", "factor": 4.0}),
-    rope("ntk-partial", partial_rotary_factor=0.5, rope_theta=100.0, frequencies={"name": "ntk", "factor": 4.0}),
-]
-
 
 # --- far_rope: the rotation of rope, by another distance for far keys. ReRoPE and its leaky form: Su, spaces.ac.cn/archives/9708 and
 # github.com/bojone/rerope. Self-Extend: Jin et al. 2024, section 3, floor positions and the shift w - w // G. Dual chunk attention: An
-# et al. 2024, section 3, M[i][j] of the three cases. Dynamic: theta of `rope_frequencies`, for the query's length in whole chunks
+# et al. 2024, section 3, M[i][j] of the three cases
 
 
 def far_position(i, j, kind, near, leak, group, chunk, length):
@@ -403,7 +328,7 @@ def far_position(i, j, kind, near, leak, group, chunk, length):
         return i - j if i - j < near else near + leak * (i - j - near)
     if kind == "self_extend":
         return i - j if i - j < near else i // group - j // group + near - near // group
-    if kind == "dynamic" or i // chunk == j // chunk:
+    if i // chunk == j // chunk:
         return i - j
     if i // chunk - j // chunk == 1:
         return min(chunk + i % chunk, length - 1) - j % chunk
@@ -425,33 +350,17 @@ def far_rope_attention(
     group=8,
     chunk=None,
     length=None,
-    factor=1.0,
     **_,
 ):
     size = query.shape[-1] // 2 * 2
     pairs = [(u, u + size // 2) for u in range(size // 2)]
 
     def score(h, i, j, q, k):
-        n = (length if i < length else chunk * math.ceil((i + 1) / chunk)) if kind == "dynamic" else 0
-        scaling = {"rope_type": "dynamic", "factor": factor} if n and size > 2 else None  # a single pair keeps theta^0
-        w, _ = rope_frequencies(size, 10000.0, n, length or 0, scaling)
+        w = [10000.0 ** (-2 * u / size) for u in range(size // 2)]
         d = far_position(i, j, kind, near, leak, group, chunk, length)
         return cap(dot(turn(q, d, w, pairs, 1.0), k) * softmax_scale)
 
     return attend(query, key, value, score)
-
-
-def far_rope(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"far_rope-{name}", scheme="far_rope", hyperparameters=hyperparameters, attention=far_rope_attention)
-
-
-FAR_ROPE = [
-    far_rope("rerope", near=3),
-    far_rope("leaky", near=2, leak=0.25),
-    far_rope("self-extend", kind="self_extend", near=3, group=2),
-    far_rope("dual-chunk", kind="dual_chunk", chunk=3, length=4),
-    far_rope("dynamic", kind="dynamic", chunk=2, length=3, factor=2.0),
-]
 
 
 # --- rope_by_head: the rotation of rope in the listed pairs of a key-value head; Ji et al. 2025, section 3.1, removes it from the others
@@ -472,54 +381,27 @@ def rope_by_head_attention(
     return attend(query, key, value, score)
 
 
-def rope_by_head(name: str, num_heads: int | None = None, bases=("gpt2", "llama"), **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"rope_by_head-{name}",
-        scheme="rope_by_head",
-        hyperparameters=hyperparameters,
-        attention=rope_by_head_attention,
-        num_heads=num_heads,
-        roundings=2,
-        bases=bases,
-    )
-
-
-ROPE_BY_HEAD = [
-    rope_by_head("default"),
-    rope_by_head("fastest", pairs=[0]),
-    rope_by_head("by-head", 4, ("llama",), pairs=[[[1], [0, 1]]] * 2),
-]
-
-
 # --- transformer_xl: Dai et al. 2019, section 3.3, terms (a) to (d), R_d = [sin(d w) | cos(d w)], w_u = 10000^(-2u/E)
+# with E = 2F, or listed
 
 
-def transformer_xl_attention(query, key, value, parameters, *, softmax_scale, cap=identity, **_):
+def transformer_xl_attention(
+    query, key, value, parameters, *, softmax_scale, cap=identity, frequencies=16, longest=10000, **_
+):
     w, u, v = (parameters[name] for name in ("position_projection", "content_bias", "position_bias"))
     size, head = w.shape[1], query.shape[-1]
+    listed = [longest ** (-2 * n / size) for n in range(frequencies)] if isinstance(frequencies, int) else frequencies
     projected = {}
     for d in range(key.shape[2]):
-        angles = [d * 10000 ** (-2 * n / size) for n in range(math.ceil(size / 2))]
+        angles = [d * omega for omega in listed]
         r = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-        projected[d] = w @ torch.tensor(r[:size], dtype=torch.float64)
+        projected[d] = w @ torch.tensor(r, dtype=torch.float64)
 
     def score(h, i, j, q, k):
         w_r = projected[i - j][h * head : (h + 1) * head]
         return cap((dot(q, k) + dot(q, w_r) + dot(u[h], k) + dot(v[h], w_r)) * softmax_scale)
 
     return attend(query, key, value, score)
-
-
-def transformer_xl(name: str, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"transformer_xl-{name}",
-        scheme="transformer_xl",
-        hyperparameters=hyperparameters,
-        attention=transformer_xl_attention,
-    )
-
-
-TRANSFORMER_XL = [transformer_xl("default"), transformer_xl("shared-biases", share_biases=True)]
 
 
 # --- shaw: Shaw et al. 2018, (3), (4): e_ij = q_i (k_j + a^K_ij) / sqrt(D), z_i = sum_j p_ij (v_j + a^V_ij),
@@ -543,23 +425,6 @@ def shaw_attention(
     return attend(query, key, value, score, vector)
 
 
-def shaw(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"shaw-{name}", scheme="shaw", hyperparameters=hyperparameters, attention=shaw_attention)
-
-
-SHAW = [
-    shaw("default"),
-    shaw("clipped", max_distance=3),
-    shaw("one-label", max_distance=1),
-    shaw("no-distance", max_distance=0),
-    shaw("keys-only", max_distance=3, values=False),
-    shaw("per-head", max_distance=3, share_heads=False),
-    shaw("per-head-keys-only", max_distance=2, share_heads=False, values=False),
-    shaw("shared-layers", max_distance=3, share_layers=True),
-    shaw("shared-layers-per-head", max_distance=3, share_layers=True, share_heads=False),
-]
-
-
 # --- t5: Raffel et al. 2020, section 2.1: a learned scalar per head and bucket of the distance is added to the logit. Buckets
 # as in the authors' code (bidirectional=False): n for n < N/2, else N/2 + floor(log(n / (N/2)) / log(max / (N/2)) * N/2)
 
@@ -580,46 +445,17 @@ def t5_attention(query, key, value, parameters, *, softmax_scale, cap=identity, 
     return attend(query, key, value, score)
 
 
-def t5(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"t5-{name}", scheme="t5", hyperparameters=hyperparameters, attention=t5_attention)
+# --- kerple: Chi et al. 2022: -r_1 log(1 + r_2 |m - n|) is added to the logit, r_1, r_2 > 0; what is trained is x, with
+# r = log(1 + e^x)
 
 
-T5 = [
-    t5("default"),
-    t5("narrow", num_buckets=4, max_distance=6),
-    t5("per-layer", num_buckets=6, max_distance=9, share_layers=False),
-]
+def kerple_attention(query, key, value, parameters, *, softmax_scale, cap=identity, **_):
+    r_1, r_2 = (torch.log(1 + torch.exp(parameters[name])) for name in ("raw_scale", "raw_rate"))
 
+    def score(h, i, j, q, k):
+        return cap(dot(q, k) * softmax_scale) - r_1[h] * torch.log(1 + r_2[h] * (i - j))
 
-# --- kerple: Chi et al. 2022: -r_1 log(1 + r_2 |m - n|) or -r_1 |m - n|^r_2 is added to the logit, r_1, r_2 > 0, the power's r_2 at
-# most 2; what is trained is x, with r = log(1 + e^x), and 2 / (1 + e^-x) for the power's r_2
-
-
-def kerple_attention(query, key, value, parameters, *, softmax_scale, cap=identity, variant="log", **_):
-    r_1 = torch.log(1 + torch.exp(parameters["raw_scale"]))
-    if variant == "log":
-        r_2 = torch.log(1 + torch.exp(parameters["raw_rate"]))
-    else:
-        r_2 = 2 / (1 + torch.exp(-parameters["raw_exponent"]))
-
-    def bias(h, n):
-        if variant == "log":
-            return -r_1[h] * torch.log(1 + r_2[h] * n)
-        return -r_1[h] * torch.exp(r_2[h] * math.log(n)) if n else 0.0
-
-    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i - j))
-
-
-def kerple(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"kerple-{name}", scheme="kerple", hyperparameters=hyperparameters, attention=kerple_attention)
-
-
-KERPLE = [
-    kerple("default"),
-    kerple("power", variant="power"),
-    kerple("per-layer", share_layers=False),
-    kerple("power-per-layer", variant="power", share_layers=False),
-]
+    return attend(query, key, value, score)
 
 
 # --- alibi: Press et al. 2021, section 3: q_i K^T + m [-(i-1), ..., -2, -1, 0]; the slopes of n heads are the geometric
@@ -637,8 +473,7 @@ def paper_slopes(n: int) -> list[float]:
     return paper_slopes(closest) + paper_slopes(2 * closest)[0::2][: n - closest]
 
 
-# Windows of heads: Jelassi et al. 2024, section 3.1: a masked head attends to its last m tokens. An infinite slope is the
-# limit of large ones: every key but the query's own has weight 0.
+# Windows of heads: Jelassi et al. 2024, section 3.1: a masked head attends to its last m tokens.
 
 
 def alibi_attention(query, key, value, parameters, *, softmax_scale, cap=identity, slopes=None, windows=None, **_):
@@ -648,33 +483,9 @@ def alibi_attention(query, key, value, parameters, *, softmax_scale, cap=identit
     def score(h, i, j, q, k):
         if windows is not None and windows[h] is not None and i - j >= windows[h]:
             return unseen.expand(len(q))
-        if i > j and slopes is not None and slopes[h] == math.inf:
-            return unseen.expand(len(q))
         return cap(dot(q, k) * softmax_scale) - (m[h] * (i - j) if i > j else 0)
 
     return attend(query, key, value, score)
-
-
-def alibi(name: str, num_heads: int | None = None, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"alibi-{name}",
-        scheme="alibi",
-        hyperparameters=hyperparameters,
-        attention=alibi_attention,
-        num_heads=num_heads,
-    )
-
-
-ALIBI = [
-    alibi("default"),
-    alibi("own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01)),
-    alibi("trained", trainable=True),
-    alibi("trained-own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01), trainable=True),
-    alibi("hard", num_heads=4, slopes=(0.0, 0.0, 0.0, 0.0), windows=(1, 2, 3, None)),
-    alibi("windows", num_heads=4, windows=(None, 4, 1, 6)),
-    alibi("infinite", num_heads=4, slopes=(math.inf, 0.3, 0.0, math.inf), windows=(5, None, 3, None)),
-    alibi("trained-windows", num_heads=4, slopes=(0.2, math.inf, 0.0, 0.3), windows=(2, None, 7, None), trainable=True),
-]
 
 
 # --- qk_norm: x / RMS(x), RMS(x) = sqrt(mean(x_u^2) + eps), of Qwen3 (u in one head) and OLMo 2 (u in all heads); with a
@@ -699,18 +510,6 @@ def qk_norm_attention(
     return attend(q, k, value, lambda h, i, j, q, k: g[h] * dot(q, k) * softmax_scale)
 
 
-def qk_norm(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"qk_norm-{name}", scheme="qk_norm", hyperparameters=hyperparameters, attention=qk_norm_attention)
-
-
-QK_NORM = [
-    qk_norm("default"),
-    qk_norm("all-heads", over="all_heads", eps=0.1),
-    qk_norm("norm", exponent=1.0, gain=1.7, trainable=False),
-    qk_norm("half", over="all_heads", exponent=0.5, gain=3.0, trainable=False),
-]
-
-
 # --- da_transformer: Wu et al. 2021, equations (2) to (5): R^(h) = w_h R, f(R; v) = (1 + exp(v)) / (1 + exp(v - R)),
 # softmax(ReLU(Q K^T) * f(R) / sqrt(d)) V
 
@@ -724,15 +523,6 @@ def da_attention(query, key, value, parameters, *, softmax_scale, cap=identity, 
         return (torch.relu(content) if relu else content) * f
 
     return attend(query, key, value, score)
-
-
-def da_transformer(name: str, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"da_transformer-{name}", scheme="da_transformer", hyperparameters=hyperparameters, attention=da_attention
-    )
-
-
-DA_TRANSFORMER = [da_transformer("default"), da_transformer("no-relu", relu=False)]
 
 
 # --- cope: Golovneva et al. 2024, (3) to (8): g_ij = sigmoid(q_i k_j), p_ij = sum_{t=j}^i g_it, at most p_max, z_i[p] = q_i e[p],
@@ -753,18 +543,6 @@ def cope_attention(query, key, value, parameters, *, softmax_scale, cap=identity
     return attend(query, key, value, score)
 
 
-def cope(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"cope-{name}", scheme="cope", hyperparameters=hyperparameters, attention=cope_attention)
-
-
-COPE = [
-    cope("default"),
-    cope("few", num_positions=3),
-    cope("two", num_positions=2),
-    cope("shared-layers", num_positions=5, share_layers=True),
-]
-
-
 # --- bam: Bianchessi et al. 2025: the log of a generalized Gaussian, -(|d - mu| / alpha)^beta, is added to the logit, as the
 # authors' code computes it: -r (|d - c| + 1e-5)^p; what is trained is x, with r and p = log(1 + e^x), and c itself
 
@@ -778,10 +556,6 @@ def bam_attention(query, key, value, parameters, *, softmax_scale, cap=identity,
         return -r[h] * torch.exp(p[h] * torch.log(away + 1e-5))
 
     return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i - j))
-
-
-def bam(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"bam-{name}", scheme="bam", hyperparameters=hyperparameters, attention=bam_attention)
 
 
 # --- fire: Li et al. 2024, equation (5): a network of one hidden layer, on log(c (i - j) + 1) / log(c max(L, i) + 1), is added to
@@ -798,17 +572,6 @@ def fire_attention(query, key, value, parameters, *, softmax_scale, cap=identity
         return sum(out[h, u] * max(w[u] * x + b[u], 0 * x) for u in range(len(w)))
 
     return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i, j))
-
-
-def fire(name: str, **hyperparameters: Any) -> Case:
-    return Case(id=f"fire-{name}", scheme="fire", hyperparameters=hyperparameters, attention=fire_attention)
-
-
-FIRE = [
-    fire("default"),
-    fire("near", hidden_size=3, threshold=4.0),
-    fire("shared-layers", hidden_size=5, threshold=2.5, share_layers=True),
-]
 
 
 # --- temperature: q_i is multiplied by a factor of n = i + 1. log_n: Chiang and Cholak 2022 with Qwen's clip, max(1, log_L n);
@@ -837,25 +600,6 @@ def temperature_attention(
     return attend(query, key, value, lambda h, i, j, q, k: cap(factor(h, i) * dot(q, k) * softmax_scale))
 
 
-def temperature(name: str, num_heads: int | None = None, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"temperature-{name}",
-        scheme="temperature",
-        hyperparameters=hyperparameters,
-        attention=temperature_attention,
-        num_heads=num_heads,
-    )
-
-
-TEMPERATURE = [
-    temperature("short", length=2),
-    temperature("llama4", kind="llama4", length=3, strength=0.8),
-    temperature("scalable", kind="scalable"),
-    temperature("per-head", 4, kind="constant", strength=[0.2, 0.9, 3.0, 1.4]),
-    temperature("one-number", length=2, trainable=True, share_heads=True, share_layers=True),
-]
-
-
 # --- forgetting: Lin et al. 2025: the logit gets log of the product of f_t over j < t <= i, where
 # f_t = sigmoid(w . x_t + b) and x_t is the hidden state that enters the attention
 
@@ -872,37 +616,108 @@ def forgetting_attention(query, key, value, parameters, *, softmax_scale, hidden
     return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i, j))
 
 
-def forgetting(name: str, **hyperparameters: Any) -> Case:
-    return Case(
-        id=f"forgetting-{name}",
-        scheme="forgetting",
-        hyperparameters=hyperparameters,
-        attention=forgetting_attention,
-        bases=("gpt2",),  # as of temperature
-    )
+# --- the cases
 
+sinusoidal = partial(case_of, "sinusoidal", plain, table=sinusoidal_table)
+learned = partial(case_of, "learned", plain, table=learned_table)
+rope = partial(case_of, "rope", rope_attention)
+far_rope = partial(case_of, "far_rope", far_rope_attention)
+rope_by_head = partial(case_of, "rope_by_head", rope_by_head_attention, roundings=2)
+transformer_xl = partial(case_of, "transformer_xl", transformer_xl_attention)
+shaw = partial(case_of, "shaw", shaw_attention)
+t5 = partial(case_of, "t5", t5_attention)
+kerple = partial(case_of, "kerple", kerple_attention)
+alibi = partial(case_of, "alibi", alibi_attention)
+qk_norm = partial(case_of, "qk_norm", qk_norm_attention)
+da_transformer = partial(case_of, "da_transformer", da_attention)
+cope = partial(case_of, "cope", cope_attention)
+bam = partial(case_of, "bam", bam_attention)
+fire = partial(case_of, "fire", fire_attention)
+temperature = partial(case_of, "temperature", temperature_attention)
+forgetting = partial(case_of, "forgetting", forgetting_attention, bases=("gpt2",))  # as of temperature
 
-FORGETTING = [forgetting("default"), forgetting("low", bias=-1.0)]
-
-
-BAM = [bam("default"), bam("centre", centre=True), bam("shared-layers", share_layers=True)]
 CASES: list[Case] = [
-    *NOPE,
-    *SINUSOIDAL,
-    *LEARNED,
-    *ROPE,
-    *FAR_ROPE,
-    *ROPE_BY_HEAD,
-    *TRANSFORMER_XL,
-    *SHAW,
-    *T5,
-    *KERPLE,
-    *BAM,
-    *FIRE,
-    *TEMPERATURE,
-    *FORGETTING,
-    *ALIBI,
-    *QK_NORM,
-    *DA_TRANSFORMER,
-    *COPE,
+    Case(id="nope", scheme="nope", attention=plain),
+    sinusoidal("default"),
+    sinusoidal("split", layout="split"),
+    sinusoidal("base", base=500.0, scale=1.0),
+    # for sizes of 15 and 16
+    sinusoidal("listed", bases=(), frequencies=[1.0, 0.5, 0.0, 0.125, 3.0, 0.01, 0.002, 0.0001], layout="split"),
+    sinusoidal("trained", trainable=True),
+    sinusoidal("trained-split", trainable=True, layout="split", scale=0.25),
+    sinusoidal("every-layer", placement="every_layer"),
+    learned("default", num_positions=96),
+    learned("normal", num_positions=96, initialization="normal"),
+    learned("every-layer", num_positions=96, placement="every_layer", initialization="normal"),
+    learned("table-per-layer", num_positions=96, placement="every_layer", share_layers=False, initialization="normal"),
+    rope("default"),
+    rope("half", layout="half", rope_theta=100.0),
+    rope("interleaved", bases=("gpt2",), layout="interleaved"),
+    rope("partial", partial_rotary_factor=0.5),
+    rope("partial-interleaved", bases=("gpt2",), partial_rotary_factor=0.25, layout="interleaved", rope_theta=20.0),
+    *(rope(f"scaling-{kind}", scaling=parameters, rope_theta=100.0) for kind, parameters in SCALINGS.items()),
+    # Barbero et al. 2024, arXiv:2410.06205, section 6: p-RoPE keeps the highest frequencies, those below stand still
+    rope("proportional", partial_rotary_factor=0.5, scaling={"rope_type": "proportional"}, rope_theta=100.0),
+    rope("frequencies", frequencies=(1.0, 0.3, 0.02, 0.0)),
+    rope("frequencies-interleaved", bases=("gpt2",), layout="interleaved", frequencies=(3.1, 0.0, 0.2, 0.1)),
+    rope("soft-clip", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 3}),
+    rope(
+        "soft-clip-llama3", rope_theta=100.0, frequencies={"name": "soft_clip", "pairs": 3}, scaling=SCALINGS["llama3"]
+    ),
+    rope("hope", rope_theta=100.0, frequencies={"name": "hope", "length": 40}),
+    rope("abf", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0}),
+    rope("abf-linear", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0}, scaling=SCALINGS["linear"]),
+    rope("ntk", rope_theta=100.0, frequencies={"name": "ntk", "factor": 4.0}),
+    rope("ntk-partial", partial_rotary_factor=0.5, rope_theta=100.0, frequencies={"name": "ntk", "factor": 4.0}),
+    far_rope("rerope", near=3),
+    far_rope("leaky", near=2, leak=0.25),
+    far_rope("self-extend", kind="self_extend", near=3, group=2),
+    far_rope("dual-chunk", kind="dual_chunk", chunk=3, length=4),
+    rope_by_head("default"),
+    rope_by_head("fastest", pairs=[0]),
+    rope_by_head("by-head", 4, ("llama",), pairs=[[[1], [0, 1]]] * 2),
+    transformer_xl("default", longest=10000),
+    transformer_xl("few", frequencies=3, longest=50),
+    transformer_xl("listed", frequencies=[1.0, 0.3]),
+    shaw("default"),
+    shaw("clipped", max_distance=3),
+    shaw("one-label", max_distance=1),
+    shaw("no-distance", max_distance=0),
+    shaw("per-head", max_distance=3, share_heads=False),
+    shaw("per-head-keys-only", max_distance=2, share_heads=False, values=False),
+    shaw("shared-layers", max_distance=3, share_layers=True),
+    t5("default"),
+    t5("narrow", num_buckets=4, max_distance=6),
+    t5("per-layer", num_buckets=6, max_distance=9, share_layers=False),
+    kerple("default"),
+    kerple("per-layer", share_layers=False),
+    bam("default"),
+    bam("centre", centre=True),
+    bam("shared-layers", share_layers=True),
+    fire("far", hidden_size=4),
+    fire("near", hidden_size=3, threshold=4.0),
+    fire("shared-layers", hidden_size=5, threshold=2.5, share_layers=True),
+    temperature("short", length=2),
+    temperature("llama4", kind="llama4", length=3, strength=0.8),
+    temperature("scalable", kind="scalable"),
+    temperature("per-head", 4, kind="constant", strength=[0.2, 0.9, 3.0, 1.4]),
+    temperature("one-number", length=2, trainable=True, share_heads=True, share_layers=True),
+    forgetting("default"),
+    forgetting("low", bias=-1.0),
+    alibi("default"),
+    alibi("own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01)),
+    alibi("trained", trainable=True),
+    alibi("trained-own-slopes", num_heads=4, slopes=(0.9, 0.3, 0.0, 0.01), trainable=True),
+    alibi("windows", num_heads=4, windows=(None, 4, 1, 6)),
+    alibi("hard", num_heads=4, slopes=(0.0, 0.0, 0.0, 0.0), windows=(1, 2, 3, None)),
+    alibi("trained-windows", num_heads=4, slopes=(0.2, 0.0, 0.0, 0.3), windows=(2, 1, 7, None), trainable=True),
+    qk_norm("default"),
+    qk_norm("all-heads", over="all_heads", eps=0.1),
+    qk_norm("norm", exponent=1.0, gain=1.7, trainable=False),
+    qk_norm("half", over="all_heads", exponent=0.5, gain=3.0, trainable=False),
+    da_transformer("default"),
+    da_transformer("no-relu", relu=False),
+    cope("default"),
+    cope("few", num_positions=3),
+    cope("shared-layers", num_positions=5, share_layers=True),
 ]

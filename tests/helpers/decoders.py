@@ -23,73 +23,30 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "head_dim": 8,
-    "kv_channels": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-    "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "dropout": 0.0,
-    "embedding_dropout": 0.0,
-    "residual_dropout": 0.0,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "init_std": 0.2,
-    "rotary_dim": 4,
-    "max_seq_len": 64,
-    "attention_types": [[["global", "local"], 1]],
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "router_jitter_noise": 0.0,
-    "input_jitter_noise": 0.0,
-}
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "head_dim": 8, "kv_channels": 8, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2, "tie_word_embeddings": False,
+    "attention_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "dropout": 0.0,
+    "embedding_dropout": 0.0, "residual_dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2,
+    "rotary_dim": 4, "max_seq_len": 64, "attention_types": [[["global", "local"], 1]], "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
+    "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "n_shared_experts": 1, "num_shared_experts": 1, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
+}  # fmt: skip
 
 LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 10,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4,
     "v_head_dim": 6,
-}
+}  # fmt: skip
 """Latent attention (MLA): heads of queries and keys have 12 dimensions, 8 of them rotated, those of values 6."""
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 """The second layer is not rotated where only layers with a window are."""
 UNROTATED = WINDOWED | {"layer_rope_theta": [1e4, 0]}
 LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 """Pairs for time, height and width, as many as a tiny head has."""
@@ -113,39 +70,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "axk1": LATENT,
     "bailing_hybrid": LATENT | {"layer_types": ["linear_attention", "full_attention"]},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
-    "chameleon": {
-        "vocabulary_map": {"<image>": 96},
-        "vq_config": {
-            "base_channels": 32,
-            "embed_dim": 8,
-            "latent_channels": 8,
-            "channel_multiplier": [1],
-            "num_embeddings": 8,
-        },
-    },
+    "chameleon": {"vocabulary_map": {"<image>": 96}, "vq_config": {"base_channels": 32, "embed_dim": 8,
+        "latent_channels": 8, "channel_multiplier": [1], "num_embeddings": 8}},
     "cohere2": WINDOWED,
     "cohere2_moe": WINDOWED,
-    "dbrx": {
-        "d_model": 32,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
-    },
+    "dbrx": {"d_model": 32, "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4}, "ffn_config":
+        {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
-    "evolla": {
-        "aligner_num_add_layers": 1,
-        "resampler_depth": 1,
-        "resampler_dim_head": 8,
-        "resampler_heads": 2,
-        "resampler_num_latents": 4,
-        "protein_encoder_config": {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "intermediate_size": 16,
-        },
-    },
+    "evolla": {"aligner_num_add_layers": 1, "resampler_depth": 1, "resampler_dim_head": 8, "resampler_heads": 2,
+        "resampler_num_latents": 4, "protein_encoder_config": {"hidden_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 16}},
     "exaone4": WINDOWED,
     "exaone_moe": WINDOWED,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
@@ -169,17 +105,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": WINDOWED | {"v_head_dim": 6},
     "minicpm3": LATENT,
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
-    "mistral4": LATENT
-    | {"head_dim": 12, "rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
+    "mistral4": LATENT | {"head_dim": 12, "rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta":
+        0.5}},
     "muse_glimmer_text": UNROTATED,
     "muse_spark_text": UNROTATED | {"moe_hidden_size": 16},
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "moe"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "ssm_state_size": 8,
-        "n_groups": 1,
-    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "moe"], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
     "olmo_hybrid": LINEAR,
     "qwen2_5_vl_text": MROPE,
     "qwen2_vl_text": MROPE,
@@ -193,18 +124,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "glm_ocr_text": PART_MROPE,
     "glm_image_text": PART_MROPE,
     "cosmos3_edge_text": MROPE,
-    "ernie4_5_vl_moe_text": {
-        "rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2]},  # height, width, time
-        "moe_intermediate_size": [16, 8],
-    },
+    "ernie4_5_vl_moe_text": {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 2]},
+        "moe_intermediate_size": [16, 8]},
     "hunyuan_vl_text": {"rope_parameters": MROPE["rope_parameters"] | {"mrope_section": [1, 1, 1, 1]}},
     "paddleocr_vl_text": MROPE,
     "qwen2_5_omni_text": MROPE,
     "qwen3_omni_moe_text": MROPE,
-    "step3p5": WINDOWED
-    | {"num_sliding_attention_heads": 8, "mlp_layer_types": ["dense", "sparse"], "share_expert_dim": 16},
+    "step3p5": WINDOWED | {"num_sliding_attention_heads": 8, "mlp_layer_types": ["dense", "sparse"],
+        "share_expert_dim": 16},
     "youtu": LATENT,
-}
+}  # fmt: skip
 """What a type needs beyond `SIZES`, or shows what is special about it."""
 
 WITHOUT_AUTO = {
@@ -217,7 +146,7 @@ WITHOUT_AUTO = {
     "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel",
     "step3p5": "Step3p7TextModel",
-}
+}  # fmt: skip
 """Model classes of types that no Auto class knows: they live inside multimodal models."""
 
 WITHOUT_TEMPERATURE: dict[str, dict[str, Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,9 +27,9 @@ from transformers import AutoModelForCausalLM
 
 import hf_posenc
 from hf_posenc import CheckpointError, Matching, calibrate, context_group, context_parallel, patch_model, shard_sequence
+from hf_posenc.core.modules import PositionModule
 from hf_posenc.evaluation import induction_copy, measure_context
-from hf_posenc.live import logits as forwards
-from hf_posenc.modules import PositionModule
+from hf_posenc.model import logits as forwards
 
 IGNORED = -100
 
@@ -38,11 +37,7 @@ IGNORED = -100
 def build(family: str, case: str | None, *, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     """A tiny model in training mode, same on every rank, whose position parameters are far from where they start.
 
-    Args:
-        family: of the base, or a model type.
-        case: row of `situations.CASES`, None for the stock model.
-        dtype: of the model.
-        **more: `config`, overrides for the base's; `attention`; hyper-parameters beyond the row's.
+    `case` is a row of `situations.CASES`, None for the stock model; `more` has `config` and hyper-parameters beyond the row's.
     """
     make = tiny if family in FAMILIES else decoder
     model = make(family, **more.pop("config", {})).to(dtype)
@@ -103,12 +98,10 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-3)).item() for n in wanted)
 
 
-def own_slots(length: int, balanced: bool) -> Tensor:
+def own_slots(length: int) -> Tensor:
     """Slots of this rank's shard, padding included."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    count = 2 * size if balanced else size
-    pieces = torch.arange(length + -length % count).view(count, -1)
-    return pieces[[rank, count - 1 - rank] if balanced else [rank]].flatten()
+    size = dist.get_world_size()
+    return torch.arange(length + -length % size).view(size, -1)[dist.get_rank()]
 
 
 def compare_context_parallel(
@@ -117,9 +110,7 @@ def compare_context_parallel(
     kind: str = "plain",
     *,
     length: int = 22,
-    balanced: bool = False,
     checkpointing: bool = False,
-    by_hand: bool = False,
     lora: bool = False,
     embedded: bool = False,
     **more: Any,
@@ -137,22 +128,10 @@ def compare_context_parallel(
     logits, loss, gradients = one_process(model, batch)
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
-    own = own_slots(length, balanced)
+    own = own_slots(length)
     with context_parallel(model):
-        if by_hand:  # nothing but what the interface asks for
-            inputs = {k: v[:, own] for k, v in batch.items() if k != "labels"}
-            inputs.setdefault("position_ids", own[None].expand(2, -1))
-            targets = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-            out = model(**inputs)
-            local = (
-                nn.functional.cross_entropy(
-                    out.logits.flatten(0, 1).double(), targets[:, own].flatten(), ignore_index=IGNORED, reduction="sum"
-                )
-                / (targets != IGNORED).sum()
-            )
-        else:
-            out = model(**shard_sequence(batch, balanced=balanced))
-            local = out.loss
+        out = model(**shard_sequence(batch))
+        local = out.loss
         local.backward()
     total = local.detach().clone()
     dist.all_reduce(total)
@@ -170,13 +149,13 @@ def attend_inside_the_shard(family: str, case: str) -> float:
     model, batch = build(family, case), make_batch("plain", 24)
     with torch.no_grad():
         whole = model(batch["input_ids"], use_cache=False).logits
-        own = own_slots(24, False)
+        own = own_slots(24)
         alone = model(batch["input_ids"][:, own], position_ids=own[None], use_cache=False).logits
     return (alone - whole[:, own]).abs().max().item()
 
 
-def shard(batch: dict[str, Tensor], balanced: bool) -> dict[str, Tensor]:
-    return shard_sequence(batch, balanced=balanced)
+def shard(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return shard_sequence(batch)
 
 
 def refused(job: Callable[..., Any], *args: Any) -> str:
@@ -210,17 +189,13 @@ def misuse(what: str, case: str = "alibi") -> None:
     with context_parallel(model):
         if what == "accelerate inside":
             attach_accelerates_hooks(model)
-            model(ids, position_ids=place)
-        if what == "no positions":
-            model(ids)
+            model(**shard_sequence({"input_ids": ids}))
+        if what == "by hand":
+            model(ids, position_ids=place, attention_mask=torch.ones(2, 8))
         if what == "cache":
-            model(ids, position_ids=place, use_cache=True)
+            model(**shard_sequence({"input_ids": ids}), use_cache=True)
         if what == "generate":
             model.generate(ids, max_new_tokens=2)
-        if what == "packed by hand":
-            model(ids, position_ids=place % 4)
-        if what == "whole mask":
-            model(ids, position_ids=place, attention_mask=torch.ones(2, 16))
         if what == "twice":
             with context_parallel(model):
                 pass
@@ -284,64 +259,32 @@ def wrap(model: Any, how: str) -> nn.Module:
 
 @contextmanager
 def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> Iterator[tuple[Any, nn.Module, Any]]:
-    """Accelerator, model and optimizer as accelerate prepares them for FSDP2, ZeRO-2 or ZeRO-3, on CPUs.
-
-    accelerate has these on accelerators only; what it looks at is the distributed type, which is relabelled here.
-    """
-    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, PartialState
+    """As accelerate prepares them for FSDP2 on accelerators: the distributed type is relabelled here."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of accelerate and DeepSpeed about their own plugins
-        if how.startswith("fsdp2"):
-            PartialState(cpu=True)
-            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                state_dict_type="FULL_STATE_DICT",
-                cpu_ram_efficient_loading=False,
-                activation_checkpointing=how == "fsdp2-checkpointing",
-            )
-            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-            assert accelerator.is_fsdp2
-        else:
-            import deepspeed
-
-            deepspeed.init_distributed("gloo")
-            PartialState(cpu=True)
-            PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-            plugin = DeepSpeedPlugin(
-                zero_stage=int(how[-1]),
-                gradient_accumulation_steps=1,
-                zero3_init_flag=False,
-                zero3_save_16bit_model=True,
-            )
-            plugin.deepspeed_config |= {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_clipping": 0.0,  # the plugin takes 0 for no answer, and DeepSpeed then clips at 1
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-            }
-            accelerator = Accelerator(deepspeed_plugin=plugin)
+        warnings.simplefilter("ignore")  # of accelerate about its own plugin
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            state_dict_type="FULL_STATE_DICT",
+            cpu_ram_efficient_loading=False,
+            activation_checkpointing=how == "fsdp2-checkpointing",
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        assert accelerator.is_fsdp2
         try:
             yield accelerator, *accelerator.prepare(model, optimizer)
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
-            os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], None], context: int) -> list[float]:
-    """Losses of the same steps on all processes.
-
-    Args:
-        model: wrapped.
-        optimizer: of its parameters.
-        backward: what runs the backward pass.
-        context: processes that share a sequence; 1 for none, then each has its own part of the batch.
-    """
+    """Losses of the same steps on all processes; `context` of them share a sequence, the groups have parts of the batch."""
     size, losses = dist.get_world_size(), []
     group, data_rank, data_size = context_group(context)
     for step in range(STEPS):
@@ -364,16 +307,9 @@ def train_together(model: nn.Module, optimizer: Any, backward: Callable[[Tensor]
 def compare_training(
     family: str, case: str, how: str, *, context: int = 1, folder: str | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Differences from one process: of losses, of final weights, of logits after saving and loading.
+    """Differences from one process: of losses, of final weights, of logits after saving and loading in `folder`.
 
-    Args:
-        family: of the base, or a model type.
-        case: row of `situations.CASES`.
-        how: `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2`, `-zero2`, `-zero3`.
-            Also `accelerate-fsdp2-checkpointing`: as the launch files have it.
-        context: processes that share a sequence.
-        folder: where to save; None means not to.
-        **more: as for `build`.
+    `how` is `ddp`, `fsdp2`, or through accelerate: `accelerate-fsdp2` (`-checkpointing`: as the launch files have it).
     """
     alone = build(family, case, **more)
     wanted = train_alone(alone)
@@ -398,11 +334,10 @@ def compare_training(
     if state:  # accelerate gathers it on the first process only
         missing = reference.keys() - state.keys()
         assert state.keys() <= reference.keys()
-        # DeepSpeed leaves out tied weights.
-        assert all(name == "lm_head.weight" and whole.config.tie_word_embeddings for name in missing), missing
+        assert not missing, missing
         reference = {n: reference[n] for n in state}
         answer["weights"] = max((state[n].double() - reference[n].double()).abs().max().item() for n in reference)
-    answer["sharded"] = sum(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in whole.parameters())
+    answer["sharded"] = sum(isinstance(p, DTensor) for p in whole.parameters())
     start = build(family, case, **more).state_dict()
     answer["moved"] = max((start[n].double() - reference[n].double()).abs().max().item() for n in reference)
     if folder is not None:
@@ -420,9 +355,6 @@ def compare_measurements(how: str) -> dict[str, Any]:
 
     Windows of several lengths, unlike numbers of batches per process, and logits in pieces: where parameters are
     gathered module by module, a process that calls a module more often than the others waits for them for ever.
-
-    Args:
-        how: `fsdp2`, or through accelerate: `accelerate-zero3`.
     """
     rows = forwards.LOGIT_ROWS
     forwards.LOGIT_ROWS = 10
@@ -433,91 +365,20 @@ def compare_measurements(how: str) -> dict[str, Any]:
         cells = induction_copy(model, lengths=[16, 33], trials=3, passage=6, distributed=distributed)
         losses = [part.loss for row in measured for part in (row.sliding, row.non_overlapping, *row.by_position)]
         counts = [part.tokens for row in measured for part in (row.sliding, row.non_overlapping, *row.by_position)]
-        return losses + [cell.logprob for cell in cells], counts
+        return losses + [cell.loss for cell in cells], counts
 
     try:
         wanted, expected = measure(build("llama", "alibi", dtype=torch.float32), False)
         whole = build("llama", "alibi", dtype=torch.float32)
-        if how.startswith("accelerate-"):
-            with accelerated(whole, optimizer_of(whole), how.removeprefix("accelerate-")) as (accelerator, wrapped, _):
-                losses, counts = measure(accelerator.unwrap_model(wrapped), True)
-        else:
-            losses, counts = measure(wrap(whole, how), True)
+        losses, counts = measure(wrap(whole, how), True)
     finally:
         forwards.LOGIT_ROWS = rows
     return {
         "losses": losses,
         "difference": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
         "same counts": counts == expected,
-        "sharded": sum(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in whole.parameters()),
+        "sharded": sum(isinstance(p, DTensor) for p in whole.parameters()),
     }
-
-
-def compare_deepspeed(case: str, stage: int, loaded: bool, folder: str) -> dict[str, Any]:
-    """Differences from one process under DeepSpeed's ZeRO, of losses and final weights.
-
-    Args:
-        case: row of `situations.CASES`.
-        stage: 2 or 3.
-        loaded: load the patched model under zero.Init, which partitions it at once, instead of patching a whole one.
-        folder: where to save what is loaded.
-    """
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    rank, size, f32 = dist.get_rank(), dist.get_world_size(), torch.float32
-    alone = build("llama", case, dtype=f32)
-    if loaded:
-        if rank == 0:
-            alone.save_pretrained(folder)
-        dist.barrier()
-    wanted = train_alone(alone)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "train_batch_size": 2 * size,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0,  # 1 otherwise
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of DeepSpeed about itself
-        deepspeed.init_distributed("gloo")
-        keep = HfDeepSpeedConfig(config) if stage == 3 and loaded else None  # from_pretrained looks for it
-        model = hf_posenc.from_pretrained(folder).train() if loaded else build("llama", case, dtype=f32)
-        del keep
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config, optimizer=optimizer_of(model)
-        )
-        losses = []
-        for step in range(STEPS):
-            own = tokens(4, 20, seed=step).chunk(size)[rank]
-            loss = engine(input_ids=own, labels=own, use_cache=False).loss
-            engine.backward(loss)
-            engine.step()
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / size)
-        reference, worst_weight = dict(alone.named_parameters()), 0.0
-        for name, parameter in model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
-                worst_weight = max(worst_weight, (parameter - reference[name]).abs().max().item())
-        split = sum(hasattr(parameter, "ds_id") for parameter in model.parameters())
-    return {
-        "losses": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
-        "weights": worst_weight,
-        "partitioned": split,
-    }
-
-
-def patch_partitioned() -> None:
-    """Patch a stock model that ZeRO-3 has spread already."""
-    import deepspeed
-
-    model = tiny("llama")
-    deepspeed.zero.Init(module=model)
-    patch_model(model, "alibi")
 
 
 def inspect_wrapped(how: str, action: str) -> None:
@@ -525,10 +386,8 @@ def inspect_wrapped(how: str, action: str) -> None:
     model = wrap(build("llama", "alibi-trainable"), how)
     {
         "verify": hf_posenc.verify,
-        "which_engine": lambda model: hf_posenc.which_engine(model, 128),
         "unpatch": hf_posenc.unpatch_model,
         "patch": lambda model: patch_model(model, "nope"),
-        "describe": hf_posenc.describe,
         "save": lambda model: model.save_pretrained("nowhere"),
     }[action](model)
 
@@ -624,15 +483,11 @@ def compare_tensor_parallel(case: str, folder: str) -> dict[str, float]:
     found.loss.backward()
     logits = found.logits.full_tensor() if hasattr(found.logits, "full_tensor") else found.logits
     of_split, of_one = position_gradients(split), position_gradients(model)
+    whole, part = (each.model.layers[0].self_attn.q_proj.weight for each in (model, split))
     return {
         "logits": (logits - wanted.logits).abs().max().item(),
         "gradients": worst(of_split, of_one) if of_one else 0.0,
-        "split": model.model.layers[0].self_attn.q_proj.weight.shape[0]
-        / getattr(
-            split.model.layers[0].self_attn.q_proj.weight,
-            "to_local",
-            lambda: split.model.layers[0].self_attn.q_proj.weight,
-        )().shape[0],
+        "split": whole.shape[0] / getattr(part, "to_local", lambda: part)().shape[0],
     }
 
 
@@ -649,5 +504,5 @@ def fewer_heads() -> None:
     model = build("llama", "alibi")
     attention = model.model.layers[0].self_attn
     heads = torch.randn(2, 2, 8, 8, dtype=torch.float64)
-    channel = hf_posenc.upstream.masks.position_channel(2, 8, 8)
-    hf_posenc.upstream.attention.scheme_attention(attention, heads, heads, heads, channel)
+    channel = hf_posenc.transformers_glue.masks.position_channel(2, 8, 8)
+    hf_posenc.transformers_glue.attention.scheme_attention(attention, heads, heads, heads, channel)

@@ -18,16 +18,10 @@ LENGTH = 64  # trained length, rows of the native position table
 WINDOW = 8  # sliding window, where the family has one
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": LENGTH,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _MLP = {"intermediate_size": 48}
 _GROUPED = {"num_key_value_heads": 2}
 _GEMMA = {"head_dim": 8}
@@ -115,17 +109,10 @@ def tokens(batch: int = 2, length: int = 24, *, seed: int = 1) -> torch.Tensor:
 
 # `rope_parameters` of tiny models, with scalings that act within a few tokens.
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 3.0,
-    "beta_fast": 2.0,
-    "beta_slow": 0.05,
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 3.0, "beta_fast": 2.0, "beta_slow": 0.05,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 100.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
+    "rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip

@@ -144,8 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
         def mode(path: str) -> str:
             return "lfs" if path.endswith(".safetensors") else "regular"
 
-        files = [{"path": f["path"], "uploadMode": mode(f["path"])} for f in json.loads(body)["files"]]
-        self.send(200, {"files": [{**f, "shouldIgnore": False, "oid": None} for f in files]})
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        files = [{"path": path, "uploadMode": mode(path), "shouldIgnore": False, "oid": None} for path in paths]
+        self.send(200, {"files": files})
 
     def batch(self, repo_id: str, body: bytes) -> None:
         objects = [
@@ -185,11 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, rows)
 
     def info(self, repo_id: str, revision: str | None, body: bytes) -> None:
-        repository = self.hub.repositories.get(repo_id)
-        sha = repository and repository.find(revision or "main")
-        if repository is None or sha is None:
-            self.send(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
-            return
+        repository = self.hub.repositories[repo_id]
+        sha = repository.find(revision or "main") or ""
         names = [{"rfilename": name} for name in repository.commits[sha]]
         state = {
             "private": repository.private,
@@ -202,14 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, {"_id": "1", "id": repo_id, "modelId": repo_id, "sha": sha, "siblings": names, **state})
 
     def resolve(self, repo_id: str, revision: str, path: str, body: bytes) -> None:
-        repository = self.hub.repositories.get(repo_id)
-        if repository is None:
-            self.send(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
-            return
-        sha = repository.find(revision)
-        if sha is None:
-            self.send(404, {"error": "Revision not found"}, X_Error_Code="RevisionNotFound")
-            return
+        repository = self.hub.repositories[repo_id]
+        sha = repository.find(revision) or ""
         content = repository.commits[sha].get(path)
         if content is None:
             self.send(404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound", X_Repo_Commit=sha)

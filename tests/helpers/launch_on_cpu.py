@@ -1,6 +1,6 @@
-"""Runs a script as `accelerate launch --config_file FILE` would, but on CPUs: FSDP2 and DeepSpeed included.
+"""Runs a script, or a module, as `accelerate launch --config_file FILE` would, but on CPUs: FSDP2 and DeepSpeed included.
 
-    torchrun --standalone --nproc_per_node 2 tests/helpers/launch_on_cpu.py recipes/accelerate/fsdp2.yaml SCRIPT ARGUMENTS
+    torchrun --standalone --nproc_per_node 2 tests/helpers/launch_on_cpu.py recipes/accelerate/fsdp2.yaml SCRIPT_OR_MODULE ARGUMENTS
 
 accelerate starts one process on a CPU whatever the file says, and shards on accelerators only. torchrun starts the
 processes here, accelerate reads the file and makes the script's environment of it, and the distributed type, which is
@@ -42,6 +42,9 @@ def main() -> None:
         label = DistributedType.DEEPSPEED if arguments.use_deepspeed else DistributedType.MULTI_XPU
         PartialState._shared_state["distributed_type"] = label
     sys.argv = [script, *rest]
+    if not script.endswith(".py"):
+        runpy.run_module(script, run_name="__main__")
+        return
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 

@@ -1,13 +1,13 @@
-"""Rows of tests, and which tier runs a row: the default one, the slow one or the exhaustive one.
+"""Rows of tests, and which tier runs a row: the default one or the slow one.
 
-The default tier has every value of every argument of a test at least once. The slow tier, which continuous integration
-runs as well, has all other rows. A test whose rows take long says how many of them each tier shall have:
+The default tier has every value of every argument of a test at least once, so that a fault which needs one value (a
+scheme, a family, a way to load) is found there. The slow tier, which continuous integration runs as well, has the other
+rows. A test whose rows take long, or of which few have a reason of their own, says how many it shall have:
 
     @pytest.mark.rows(default=2, slow=12)
 
-Then the default tier runs 2 rows, default and slow tiers together run 12, and the others are `exhaustive`. Rows are
-chosen so that they have as many values as possible. A fault that needs one value (a scheme, a family, a way to load) is
-found by the default tier, one that needs two at once by the slow one.
+Then the default tier runs 2 rows, both tiers together run 12, and there are no others. Rows are chosen so that they have
+as many values as possible.
 """
 
 from __future__ import annotations
@@ -74,32 +74,26 @@ def chosen_rows(rows: Sequence[Sequence[Hashable]], number: int | None = None, s
     return taken
 
 
-def sort_into_tiers(items: Iterable[pytest.Item]) -> None:
-    """Mark the rows of tests that the default tier leaves out, see above. Rows marked `slow` are none for the default."""
+def sort_into_tiers(items: list[pytest.Item]) -> None:
+    """Mark the rows that the default tier leaves out as slow, and take out those that no tier has, in place."""
     tests: dict[Hashable, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.path, item.cls, item.originalname].append(item)
+    dropped: set[pytest.Item] = set()
     for rows in tests.values():
         values = [[_hashable(value) for value in row.callspec.params.values()] for row in rows]
-        numbers = {"default": None, "slow": len(rows)}
-        if (mark := rows[0].get_closest_marker("rows")) is not None:
-            numbers |= mark.kwargs
-        tiers = [next((t for t in ("exhaustive", "slow") if row.get_closest_marker(t)), "default") for row in rows]
-        seed = rows[0].originalname
-        early = [n for n, tier in enumerate(tiers) if tier == "default"]
+        mark, seed = rows[0].get_closest_marker("rows"), rows[0].originalname
+        numbers = {"default": None, "slow": len(rows)} | ({} if mark is None else mark.kwargs)
+        early = [n for n, row in enumerate(rows) if not row.get_closest_marker("slow")]
         default = {early[n] for n in chosen_rows([values[n] for n in early], numbers["default"], seed)}
-        later = [n for n, tier in enumerate(tiers) if tier != "exhaustive" and n not in default]
-        places = max(0, numbers["slow"] - len(default))
-        slow = (
-            {later[n] for n in chosen_rows([values[n] for n in later], places, seed)} if places < len(later) else later
-        )
+        later = [n for n in range(len(rows)) if n not in default]
+        kept = chosen_rows([values[n] for n in later], max(0, numbers["slow"] - len(default)), seed)
+        for n in set(later) - {later[n] for n in kept}:
+            dropped.add(rows[n])
         for n in later:
-            if n not in slow:
-                rows[n].own_markers[:] = [mark for mark in rows[n].own_markers if mark.name != "slow"]
-                rows[n].add_marker("exhaustive")
-            elif tiers[n] == "default":
-                rows[n].add_marker("slow")
+            rows[n].add_marker("slow")
+    items[:] = [item for item in items if item not in dropped]
 
 
 def _hashable(value: Any) -> Hashable:

@@ -21,39 +21,20 @@ from transformers.models.auto import modeling_auto
 from hf_posenc.families.base import base_model_type, language_config
 
 READER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-    "depth": 2,
-    "embed_dim": 32,
-    "num_heads": 4,
-    "out_hidden_size": 32,
-    "projection_dim": 32,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
+    "patch_size": 8, "depth": 2, "embed_dim": 32, "num_heads": 4, "out_hidden_size": 32, "projection_dim": 32,
+}  # fmt: skip
 """Sizes of a part that reads images or sound; its config gets those that it knows."""
 
 AROUND: dict[str, Any] = {
-    "mm_tokens_per_image": 4,
-    "projection_hidden_size": 32,
-    "projection_dim": 32,
-    "image_grid_pinpoints": [[32, 32]],
-    "vision_feature_layers": [-2, -1],
-    "projector_patch_to_query_dict": {16: 4},
-    "visual_indicator_token_ids": [90, 91, 92, 93],
-    "hidden_size": 32,
-}
+    "mm_tokens_per_image": 4, "projection_hidden_size": 32, "projection_dim": 32, "image_grid_pinpoints": [[32, 32]],
+    "vision_feature_layers": [-2, -1], "projector_patch_to_query_dict": {16: 4},
+    "visual_indicator_token_ids": [90, 91, 92, 93], "hidden_size": 32,
+}  # fmt: skip
 """Sizes of the whole that have to fit those of its parts; a config gets those that it knows."""
 
 PARTS: dict[str, dict[str, Any]] = {
-    "llama4": {
-        "intermediate_size": 128,
-        "vision_output_dim": 32,
-        "projector_input_dim": 32,
-        "projector_output_dim": 32,
-    },
+    "llama4": {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 }
 """What the part that reads images of a type needs beyond `READER`."""
 

@@ -92,6 +92,9 @@ def among(number: int, file: str, function: Callable[[], Any]) -> Any:
 def _serve(pipe: Any, rank: int, size: int, port: int, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore", "rope: (scaling|rope_theta) is one value for the layer types"
+    )  # as pyproject.toml
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1", **environment}
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from safetensors.torch import load_file
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
@@ -42,13 +43,15 @@ def in_process(recipes, words, processes=None, launch_file=None, **extra):
     if launch_file:  # what `accelerate launch --config_file` does on GPUs
         file = recipes / "accelerate" / f"{launch_file}.yaml"
         launch += [str(recipes.parent / "tests/helpers/launch_on_cpu.py"), str(file)]
+    else:
+        launch.append("-m")
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(recipes.parent),
         "HF_DATASETS_CACHE": importlib.import_module("datasets").config.HF_DATASETS_CACHE,
     }
     return subprocess.Popen(
-        [*launch, str(recipes / "extend_context.py"), *words],
+        [*launch, "hf_posenc.recipes.extend_context", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -77,3 +80,24 @@ def assert_same_weights(a, b, tolerance=0.0):
 
 class Stop(Exception):
     pass
+
+
+def stopped_at(step, monkeypatch, main, words, act=None):
+    """Run a recipe that is stopped before a step, or acts there and goes on."""
+    training = importlib.import_module("hf_posenc.recipes.training")
+    one_step = training.one_step
+
+    def stopping(*given):
+        if given[4] == step:
+            if act is None:
+                raise Stop
+            act()
+        return one_step(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "one_step", stopping)
+        if act is None:
+            with pytest.raises(Stop):
+                main(words)
+        else:
+            main(words)

@@ -6,6 +6,8 @@ factor is 1), and a neutral scheme would agree with itself in any situation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -16,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import available_schemes, patch_model
-from hf_posenc.live.base_model import BaseModel
-from hf_posenc.modules import PositionModule
-from hf_posenc.placement import Nowhere, OnHidden, OnRotary, Placement
-from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.base import ScoreScheme
+from hf_posenc.core.modules import PositionModule
+from hf_posenc.core.registry import scheme_class
+from hf_posenc.model.base_model import BaseModel
+from hf_posenc.schemes.base import EmbeddingScheme, RotaryScheme, ScoreScheme
+from hf_posenc.schemes.nope import Nope
 
 # case -> (scheme, hyper-parameters); the case named as the scheme stands for it where not every one is run
 CASES = named("variants")
@@ -29,23 +31,42 @@ SCORE_CASES = tuple(case for case, (scheme, _) in CASES.items() if issubclass(sc
 SCORE_SCHEMES = tuple(case for case in SCORE_CASES if case in SCHEMES)
 
 
-def placed(placement: type[Placement]) -> tuple[str, ...]:
-    """Return the schemes that act there."""
-    return tuple(scheme for scheme in available_schemes() if isinstance(scheme_class(scheme)().acts_on, placement))
+def schemes_of_class(base: type) -> tuple[str, ...]:
+    """Return the schemes whose class derives from this one."""
+    return tuple(scheme for scheme in available_schemes() if issubclass(scheme_class(scheme), base))
 
 
-EMBEDDING_SCHEMES, ROTARY_SCHEMES, WITHOUT_POSITIONS = placed(OnHidden), placed(OnRotary), placed(Nowhere)
-JOINING = tuple(scheme for scheme in available_schemes() if scheme_class(scheme)().acts_on.joins())
+EMBEDDING_SCHEMES, ROTARY_SCHEMES = schemes_of_class(EmbeddingScheme), schemes_of_class(RotaryScheme)
+WITHOUT_POSITIONS = schemes_of_class(Nope)
+JOINING = tuple(scheme for scheme in available_schemes() if scheme_class(scheme)().joins)
 """Schemes that join the positions which a layer has."""
 OWN_ATTENTION = tuple(
     case
     for case, (scheme, hyperparameters) in CASES.items()
-    if scheme_class(scheme)(**hyperparameters).acts_on.dropped_by_stock_attention(scheme_class(scheme)())
+    if scheme_class(scheme)(**hyperparameters).dropped_by_stock_attention()
 )
 """Cases whose layers attend through the package's attention function."""
 ORDER_ONLY = tuple(scheme for scheme, row in ROWS.items() if not row.spacing)
 """Schemes to which the order of positions matters at most, not how far apart they are."""
 BASES = ("gpt2", "llama")
+
+THREE = ("gpt2", "llama", "gemma2")
+"""Families that differ in mechanism: a table of positions; rotation and shared keys; windows, a soft cap and wide norms."""
+
+
+DIFFERING = ("alibi", "rope", "shaw")
+"""Schemes that differ in mechanism: a bias by an engine of its own, a rotation by the base, vectors for keys and values."""
+
+
+def crossed(cases: Iterable[str], families: Iterable[str]) -> list[tuple[str, str]]:
+    """Return rows (case, family): all cases on `THREE`, and cases that differ in mechanism on all families."""
+    return [(c, f) for f in families for c in cases if f in THREE or c in DIFFERING]
+
+
+def in_turn(rows: Iterable[Any], *axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return each row with one value of each axis, taken in turn: no fault needs a row and a value at once."""
+    return list(zip(rows, *map(cycle, axes), strict=False))
+
 
 # Two ways of computing one thing in the same dtype differ by the order of sums only. Logits of these models are of the
 # order of 10, a few hundred float32 roundings of 1e-6 each; in float64 the same, nine decimal digits further down.
@@ -78,7 +99,7 @@ def patched_model(case: str, family: str, **config: Any) -> PreTrainedModel:
 
 
 def is_refused(scheme: str, model: PreTrainedModel) -> bool:
-    """Return whether a stock model norms queries and keys itself, and the scheme does so too; see test_qk_norm.py."""
+    """Return whether a stock model norms queries and keys itself, and the scheme does so too; see test_joining.py."""
     return scheme == "qk_norm" and bool(BaseModel.of(model).normed)
 
 

@@ -1,14 +1,13 @@
-"""Repeat gain and LongPPL, on models whose predictions a float64 loop writes out; effective length by hand."""
+"""Repeat gain, on models whose predictions a float64 loop writes out; effective length by hand."""
 
 import math
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_posenc.evaluation import effective_length, long_perplexity, repeat_gain
+from hf_posenc.evaluation import effective_length, repeat_gain
 
 VOCABULARY = 30
 # Losses of float32 logits against float64 ones: a few round-offs of 6e-8 on numbers below 10.
@@ -84,47 +83,6 @@ def test_what_reads_no_context_gains_nothing():
     tokens, options = text(400), {"distances": [32, 64], "passage": 16, "lead": 8}
     for row in repeat_gain(Copying(), tokens, trials=3, **options):
         assert (row.gain, row.gain_in_place) == pytest.approx((0, 0), abs=TOLERANCE)
-    torch.manual_seed(0)
-    untrained = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=128))
-    for row in repeat_gain(untrained, tokens, trials=16, **options):
-        assert abs(row.gain) < 0.02  # of a loss of log(30) = 3.4
-        assert row.first == pytest.approx(math.log(VOCABULARY), abs=0.05)
-
-
-def test_long_perplexity_is_that_of_a_loop():
-    """Keys by the two conditions, token by token; then the model's loss on them, in windows of two lengths."""
-    judge, model = Copying(sure=5.0), Copying(sure=3.0, reach=30)
-    chunks = [text(8, seed) for seed in range(5)]
-    tokens = torch.cat([chunks[index] for index in text(24, seed=99) % 5])
-    words, judge_length, short, stride, lengths = tokens.tolist(), 40, 8, 2, [40, 56]
-    keys, judged, losses = [], [], {length: [] for length in lengths}
-    for end in range(max(lengths), len(words) + 1, judge_length - short - stride):
-        window = words[end - judge_length : end]
-        for index in range(short + stride, judge_length):
-            whole = judge.loss(window, index)
-            start = (index - short) // stride * stride
-            gain = judge.loss(window[start:], index - start) - whole
-            assert abs(gain - 2) > 1e-3 < abs(whole - 2)  # no token is decided by a round-off
-            keys.append(gain > 2 and -whole > -2)
-            judged.append(index)
-            for length in lengths:
-                losses[length].append(model.loss(words[end - length : end], index + length - judge_length))
-    assert 10 < sum(keys) < len(keys) / 2
-    found = long_perplexity(model, judge, tokens, judge_length=judge_length, short=short, lengths=lengths, batch_size=2)
-    for row, length in zip(found, lengths, strict=True):
-        expected = [loss for loss, key in zip(losses[length], keys, strict=True) if key]
-        assert (row.length, row.tokens, row.key_tokens) == (length, len(keys), sum(keys))
-        assert row.key_share == sum(keys) / len(keys)
-        assert row.loss == pytest.approx(sum(losses[length]) / len(keys), rel=TOLERANCE)
-        assert row.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=TOLERANCE)
-        assert not row.blind
-    assert found[0].loss > found[1].loss + 0.1  # the longer windows have more to copy from
-
-
-def test_a_judge_that_reads_no_context_is_blind():
-    (row,) = long_perplexity(Copying(sure=3.0), Copying(), text(80), judge_length=32)
-    assert (row.key_tokens, row.key_share, row.blind, row.key_loss, row.perplexity) == (0, 0, True, None, None)
-    assert row.to_dict()["blind"] is True
 
 
 def test_effective_length_is_the_last_before_the_first_that_fails():
@@ -143,12 +101,6 @@ def test_effective_length_is_the_last_before_the_first_that_fails():
         (lambda model: repeat_gain(model, text(99), distances=[63]), "at least the passage, 64 tokens"),
         (lambda model: repeat_gain(model, text(222), distances=[64]), "a text of at least 223 tokens"),
         (lambda model: repeat_gain(model, text(99), distances=[64], trials=1), "trials must be at least 2"),
-        (
-            lambda model: long_perplexity(model, model, text(99), judge_length=5, short=4),
-            "leave tokens of judge_length",
-        ),
-        (lambda model: long_perplexity(model, model, text(99), judge_length=64, lengths=[32]), "at least judge_length"),
-        (lambda model: long_perplexity(model, model, text(99), judge_length=64, lengths=[128]), "at least 128 tokens"),
     ],
 )
 def test_wrong_arguments(call, message):

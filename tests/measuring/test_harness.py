@@ -9,7 +9,7 @@ import torch
 from families import tiny
 
 import hf_posenc
-from hf_posenc.evaluation import harness_model, sliding_window_perplexity
+from hf_posenc.evaluation import harness_model, measure_context
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not INSTALLED, reason="pip install lm_eval, which is an extra, runs this")
@@ -50,24 +50,7 @@ def test_a_model_that_does_not_answer_is_refused(monkeypatch, tokenizer):
 
 
 @needs_lm_eval
-def test_rolling_likelihood_is_ours_where_the_text_is_one_window(model, tokenizer):
-    """The harness puts the end-of-text token in front and scores everything after it."""
-    from lm_eval.api.instance import Instance
-
-    text = "Call me Ishmael. Some years ago."
-    adapted = harness_model(model, tokenizer, max_length=64)
-    (theirs,) = adapted.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
-    tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids])
-    ours = sliding_window_perplexity(model, tokens, length=len(tokens), stride=1)
-    assert -theirs == pytest.approx(ours.nll, rel=1e-5)
-    stock = hf_posenc.unpatch_model(model)
-    assert -theirs != pytest.approx(
-        sliding_window_perplexity(stock, tokens, length=len(tokens), stride=1).nll, rel=1e-3
-    )
-
-
-@needs_lm_eval
-@pytest.mark.parametrize("max_length", [5, 8, 16])
+@pytest.mark.parametrize("max_length", [5, 16])
 def test_rolling_likelihood_is_a_sliding_window_of_the_longest_stride(model, tokenizer, max_length):
     """The harness feeds `max_length` tokens and has the token after them predicted as well: our windows have one more.
 
@@ -80,9 +63,9 @@ def test_rolling_likelihood_is_a_sliding_window_of_the_longest_stride(model, tok
     (theirs,) = adapted.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
     tokens = torch.tensor([tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids])
     assert len(tokens) > 2 * max_length + 1
-    ours = sliding_window_perplexity(model, tokens, length=max_length + 1, stride=max_length)
-    assert ours.tokens == len(tokens) - 1
-    assert -theirs == pytest.approx(ours.nll, rel=1e-5)
+    (ours,) = measure_context(model, [tokens], lengths=[max_length + 1], stride=max_length)
+    assert ours.sliding.tokens == len(tokens) - 1
+    assert -theirs == pytest.approx(ours.sliding.nll, rel=1e-5)
 
 
 @needs_lm_eval
@@ -92,16 +75,6 @@ def test_the_example_task_runs_offline(recipes, tiny_checkpoints, monkeypatch, m
     results = importlib.import_module("run").main([str(tiny_checkpoints / "patched"), "--max-length", "512"])
     accuracy = results["results"]["hf_posenc_last_word"]["acc,none"]
     assert accuracy * 8 == round(accuracy * 8)
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "no_such_device"])
-def test_a_device_that_cannot_be_used_is_a_usage_error(recipes, tiny_checkpoints, device, monkeypatch, capsys):
-    """In one line, whether there is no CUDA at all or not so many devices, and before anything is loaded."""
-    monkeypatch.syspath_prepend(str(recipes / "harness"))
-    with pytest.raises(SystemExit) as stop:
-        importlib.import_module("run").main([str(tiny_checkpoints / "gpt2"), "--device", device])
-    assert stop.value.code == 2
-    assert f"error: --device {device} cannot be used here: " in capsys.readouterr().err.splitlines()[-1]
 
 
 class Cutting:

@@ -1,19 +1,20 @@
 """Perplexity against a loop that scores one window at a time in float64, token counts included."""
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, GPT2Config, LlamaConfig
+from processes import Processes, among
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from hf_posenc.evaluation import Perplexity, non_overlapping_perplexity, sliding_window_perplexity
-from hf_posenc.live import logits as forwards
-
-# Float64 models, but transformers computes norms, rotary angles and some softmaxes in float32 whatever the model's
-# dtype, and a float32 round-off (6e-8) depends on the shape it is computed in. Relative, on sums over tens of tokens.
-TOLERANCE = 1e-6
+from hf_posenc import patch_model
+from hf_posenc.evaluation import (
+    Perplexity,
+    measure_context,
+    non_overlapping_perplexity,
+    short_context_regression,
+)
+from hf_posenc.model import logits as forwards
 
 
 def tiny(config_class=LlamaConfig, **overrides):
@@ -29,73 +30,6 @@ def tiny(config_class=LlamaConfig, **overrides):
 
 def text(count):
     return torch.randint(0, 61, (count,), generator=torch.Generator().manual_seed(count))
-
-
-def token_nll(model, window, index):
-    """-log p(window[index] | window[:index]), nothing but the definition."""
-    logits = model(input_ids=window[None, :index], use_cache=False).logits[0, -1]
-    return -torch.log_softmax(logits.double(), -1)[window[index]].item()
-
-
-def naive_sliding(model, tokens, length, stride):
-    """One token at a time: token t is read from the earliest-starting window that contains it and that no earlier one
-    scored."""
-    nll = 0.0
-    for t in range(1, len(tokens)):
-        if t < length:
-            start = 0
-        else:
-            end = min(length + math.ceil((t - length + 1) / stride) * stride, len(tokens))
-            start = end - length
-        nll += token_nll(model, tokens[start:], t - start)
-    return nll, len(tokens) - 1
-
-
-def naive_non_overlapping(model, tokens, length):
-    nll, count = 0.0, 0
-    for start in range(0, len(tokens), length):
-        window = tokens[start : start + length]
-        for index in range(1, len(window)):
-            nll += token_nll(model, window, index)
-            count += 1
-    return nll, count
-
-
-@pytest.mark.parametrize("config_class", [LlamaConfig, GPT2Config, Gemma2Config])
-@pytest.mark.parametrize(
-    ("count", "length", "stride"), [(50, 16, 4), (50, 16, 15), (49, 16, 1), (33, 8, 5), (16, 16, 3), (17, 16, 8)]
-)
-def test_sliding_equals_one_token_at_a_time(config_class, count, length, stride):
-    model = tiny(config_class)
-    measured = sliding_window_perplexity(model, text(count), length=length, stride=stride, batch_size=3)
-    assert model.training
-    with torch.no_grad():
-        nll, tokens = naive_sliding(model.eval(), text(count), length, stride)
-    assert measured.tokens == tokens == count - 1
-    assert measured.nll == pytest.approx(nll, rel=TOLERANCE)
-    assert measured.loss == pytest.approx(nll / tokens, rel=TOLERANCE)
-    assert measured.perplexity == pytest.approx(math.exp(nll / tokens), rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("config_class", [LlamaConfig, GPT2Config, Gemma2Config])
-@pytest.mark.parametrize(("count", "length"), [(48, 16), (50, 16), (49, 16), (47, 7), (16, 16), (9, 2)])
-def test_non_overlapping_equals_one_token_at_a_time(config_class, count, length):
-    model = tiny(config_class)
-    measured = non_overlapping_perplexity(model, text(count), length=length)
-    with torch.no_grad():
-        nll, tokens = naive_non_overlapping(model.eval(), text(count), length)
-    assert measured.tokens == tokens == count - math.ceil(count / length)
-    assert measured.nll == pytest.approx(nll, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 100])
-def test_batching_and_logit_pieces_change_nothing(monkeypatch, batch_size):
-    model, tokens = tiny(), text(60)
-    expected = sliding_window_perplexity(model, tokens, length=16, stride=4, batch_size=1)
-    monkeypatch.setattr(forwards, "LOGIT_ROWS", 5)
-    measured = sliding_window_perplexity(model, tokens, length=16, stride=4, batch_size=batch_size)
-    assert measured.tokens == expected.tokens
-    assert measured.nll == pytest.approx(expected.nll, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("config_class", "pieces"), [(LlamaConfig, True), (GPT2Config, True), (Gemma2Config, False)])
@@ -123,48 +57,133 @@ def test_modes_come_back_module_by_module():
     assert [module.training for module in model.modules()] == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(length=1, stride=1), "at least 2"),
-        (dict(length=16, stride=0), "between 1 and length - 1 = 15, not 0"),
-        (dict(length=16, stride=16), "between 1 and length - 1 = 15, not 16"),
-        (dict(length=21, stride=4), "20 tokens, fewer than the 21"),
-        (dict(length=16, stride=4, batch_size=0), "batch_size"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sliding_window_perplexity(tiny(), text(20), **arguments)
-
-
-def test_a_batch_of_texts_is_refused():
-    with pytest.raises(ValueError, match=r"\(2, 10\)"):
-        non_overlapping_perplexity(tiny(), text(20).view(2, 10), length=5)
-
-
-DATA = Path(os.environ.get("HF_POSENC_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not (DATA / "models/stories260K").is_dir(),
-    reason=f"no {DATA}/models/stories260K; set HF_POSENC_TEST_DATA to a folder that has it",
-)
-@pytest.mark.parametrize(("length", "published"), [(512, 4.525), (1024, 4.672), (2048, 5.248)])
-def test_stories260k_reproduces_its_published_perplexity(length, published):
-    """Stories with `<s>` in front, concatenated, the first 80,000 tokens in fresh windows: within 1 % of the figures
-    that came with them."""
-    model = AutoModelForCausalLM.from_pretrained(DATA / "models/stories260K")
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "models/stories260K")
-    stories = (DATA / "text/tinystories/tinystories_clean.txt").read_text(encoding="utf-8").strip().split("\n\n")
-    tokens = torch.tensor([token for story in stories for token in tokenizer(story).input_ids])[:80_000]
-    measured = non_overlapping_perplexity(model, tokens, length=length)
-    assert measured.perplexity == pytest.approx(published, rel=0.01)
-
-
 def test_a_loss_that_is_no_number_has_no_perplexity():
     """A broken model must not look like one that predicts badly."""
     for nll, expected in ((math.nan, math.nan), (3000.0, math.inf), (3.0, math.e)):
         found = Perplexity(method="sliding", length=4, stride=4, windows=1, tokens=3, nll=nll)
         assert found.perplexity == pytest.approx(expected, nan_ok=True)
+
+
+# ------------------------------------------------------------------------------- whole documents, both ways at once
+
+
+def make_model(scheme="alibi"):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=61,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        initializer_range=0.2,
+        loss_type="ForCausalLM",
+    )
+    return patch_model(GPT2LMHeadModel(config).eval(), scheme)
+
+
+def make_documents(lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(61, (length,), generator=generator) for length in lengths]
+
+
+def window_losses(model, tokens):
+    """Float64 losses of tokens 1.. of one window, from the softmax written out."""
+    with torch.no_grad():
+        logits = model.double()(input_ids=tokens[None]).logits[0].double()
+    return [-(row - row.logsumexp(0))[token].item() for row, token in zip(logits[:-1], tokens[1:], strict=True)]
+
+
+def by_hand(model, documents, length, stride):
+    """(nll, tokens) of sliding and of fresh windows, and losses by place; every window on its own."""
+    sliding, fresh, places = [], [], {}
+    for document in documents:
+        total = len(document)
+        if total < 2:
+            continue
+        end = min(length, total)
+        sliding += window_losses(model, document[:end])
+        while end < total:
+            step = min(stride, total - end)
+            end += step
+            sliding += window_losses(model, document[end - length : end])[-step:]
+        for start in range(0, total, length):
+            window = document[start : start + length]
+            if len(window) > 1:
+                losses = window_losses(model, window)
+                fresh += losses
+                for place, loss in enumerate(losses, start=1):
+                    places.setdefault(place, []).append(loss)
+    return sliding, fresh, places
+
+
+@pytest.mark.parametrize("lengths", [[50], [5, 40, 16, 2, 1, 33, 0, 17]], ids=str)
+@pytest.mark.parametrize(("length", "stride"), [(16, 4), (16, 1), (8, 3), (2, 1)])
+def test_equals_one_window_at_a_time(lengths, length, stride):
+    documents = make_documents(lengths)
+    (row,) = measure_context(
+        make_model(), documents, lengths=[length], stride=stride, byte_counts=[3 * n for n in lengths], batch_size=3
+    )
+    sliding, fresh, places = by_hand(make_model(), documents, length, stride)
+    if len(documents) == 1:
+        alone = non_overlapping_perplexity(make_model(), documents[0], length=length)
+        assert (alone.nll, alone.windows) == (
+            pytest.approx(row.non_overlapping.nll, rel=1e-6),
+            row.non_overlapping.windows,
+        )
+    assert row.sliding.tokens == len(sliding) == sum(max(0, n - 1) for n in lengths)
+    assert row.non_overlapping.tokens == len(fresh) == sum(n - math.ceil(n / length) for n in lengths)
+    assert row.sliding.nll == pytest.approx(sum(sliding), rel=1e-5)
+    assert row.non_overlapping.nll == pytest.approx(sum(fresh), rel=1e-5)
+    assert row.early_token_gap == pytest.approx(sum(fresh) / len(fresh) - sum(sliding) / len(sliding), abs=1e-4)
+    assert row.bits_per_byte == pytest.approx(sum(sliding) / math.log(2) / (3 * sum(lengths)), rel=1e-5)
+    assert sum(part.tokens for part in row.by_position) == len(fresh)
+    for part in row.by_position:
+        expected = [loss for place in range(part.first, part.last) for loss in places.get(place, [])]
+        assert part.tokens == len(expected)
+        assert part.loss == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def test_what_a_patch_costs_at_short_lengths():
+    documents = make_documents([200])
+    before = measure_context(make_model("nope"), documents, lengths=[8, 16, 32])
+    after = measure_context(make_model("alibi"), documents, lengths=[8, 16, 32])
+    cost = short_context_regression(before, after, trained_length=16)
+    assert cost == {n: after[i].sliding.loss - before[i].sliding.loss for i, n in enumerate((8, 16))}
+    assert all(value != 0 for value in cost.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [1]}, "length must be at least 2"),
+        ({"lengths": [16], "stride": 16}, "between 1 and length - 1 = 15, not 16"),
+        ({"lengths": [16], "batch_size": 0}, "batch_size"),
+        ({"lengths": [16], "byte_counts": [1, 2]}, "1 documents and 2 byte counts"),
+    ],
+)
+def test_wrong_measurements(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_context(make_model(), make_documents([40]), **options)
+    with pytest.raises(ValueError, match="nothing to predict"):
+        measure_context(make_model(), make_documents([1, 0]), lengths=[4])
+    with pytest.raises(ValueError, match="init_process_group"):
+        measure_context(make_model(), make_documents([9]), lengths=[4], distributed=True)
+    with pytest.raises(ValueError, match="9 tokens, fewer than 10"):
+        non_overlapping_perplexity(make_model(), make_documents([9])[0], length=10)
+
+
+def measured():
+    documents = make_documents([90, 7, 41])
+    return [row.to_dict() for row in measure_context(make_model(), documents, lengths=[8, 32], distributed=True)]
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_processes(tmp_path):
+    """Bit for bit: the same batches, added up in the same order."""
+    processes, results = Processes(3), []
+    for number in (1, 2, 3):
+        answers = processes.run(among, number, str(tmp_path / str(number)), measured)
+        assert [answer is not None for answer in answers] == [rank < number for rank in range(3)]
+        results += answers[:number]
+    processes.stop()
+    assert all(result == results[0] for result in results)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from situations import EMBEDDING_SCHEMES
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_posenc import available_schemes, patch_model
-from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.evaluation import measure_recurrence, non_overlapping_perplexity
+from hf_posenc.core.errors import UnsupportedModelError
+from hf_posenc.core.registry import family_for, supported_model_types
+from hf_posenc.evaluation import measure_recurrence
 from hf_posenc.evaluation.recurrence import check_memory, memory_cache
-from hf_posenc.registry import family_for, supported_model_types
 from hf_posenc.schemes.t5 import T5
 
 VOCABULARY = 61
@@ -65,7 +65,7 @@ def worst(found, expected):
 
 
 @pytest.mark.parametrize("scheme", RELATIVE)
-@pytest.mark.parametrize(("segment", "memory"), [(6, 6), (6, 8), (6, 3), (4, 1)])
+@pytest.mark.parametrize(("segment", "memory"), [(6, 8), (6, 3)])
 def test_reading_with_memory_is_one_long_forward_with_its_mask(scheme, segment, memory):
     model, tokens = make_model(scheme, layers=3), make_tokens(26, rows=2)
     expected = long_forward(model, tokens, segment, memory)
@@ -73,49 +73,6 @@ def test_reading_with_memory_is_one_long_forward_with_its_mask(scheme, segment, 
     assert worst(read(model, tokens, segment, memory + 1), expected) > 1e-3  # not one token more, nor one less
     with torch.no_grad():
         assert worst(model(input_ids=tokens).logits, expected) > 1e-3
-
-
-@pytest.mark.parametrize("scheme", RELATIVE)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, FLOAT32)])
-def test_two_segments_are_one_forward_in_one_layer(scheme, dtype, tolerance):
-    """With a memory as long as the segment nothing is lost of two segments, in one layer or more; of three it is."""
-    tokens = make_tokens(24)
-    for layers in (1, 2):
-        model = make_model(scheme, layers, dtype)
-        with torch.no_grad():
-            whole = model(input_ids=tokens).logits
-        found = read(model, tokens, 8, 8)
-        assert worst(found[:, :16], whole[:, :16]) < max(tolerance, TOLERANCE.get(scheme, 0))
-        assert worst(found[:, 16:], whole[:, 16:]) > 1e-3
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_the_context_reaches_one_memory_further_with_each_layer(layers):
-    """What changes with one early token: the segments that it reaches through `layers` memories, and no other."""
-    segment, tokens = 4, make_tokens(24)
-    changed = tokens.clone()
-    changed[0, 3] = 3 if tokens[0, 3] != 3 else 4  # the last of the first segment
-    model = make_model("transformer_xl", layers)
-    moved = (read(model, tokens, segment, segment) - read(model, changed, segment, segment)).abs().amax(-1)[0] > 1e-12
-    assert moved.tolist() == [3 <= place < segment * (1 + layers) for place in range(24)]
-    with torch.no_grad():
-        alone = [
-            torch.cat([model(input_ids=part).logits for part in each.split(segment, 1)], 1)
-            for each in (tokens, changed)
-        ]
-    assert ((alone[0] - alone[1]).abs().amax(-1)[0] > 1e-12).nonzero().flatten().tolist() == [3]
-
-
-@pytest.mark.parametrize("memory", [2, 5])
-def test_the_last_tokens_are_kept_and_no_other(memory):
-    segment, tokens = 6, make_tokens(12)
-    model = make_model("shaw", layers=1)
-    expected = read(model, tokens, segment, memory)[:, segment:]
-    for place in range(segment):
-        changed = tokens.clone()
-        changed[0, place] = 3 if tokens[0, place] != 3 else 4
-        differs = worst(read(model, changed, segment, memory)[:, segment:], expected) > 1e-9
-        assert differs == (place >= segment - memory)
 
 
 def test_a_sliding_window_of_the_model_still_holds():
@@ -130,50 +87,24 @@ def test_a_sliding_window_of_the_model_still_holds():
         assert worst(read(model, tokens, 6, 2), whole) > 1e-3
 
 
-def by_hand(model, documents, segment, memory):
-    """Losses and their places: each document in one forward under the mask that `long_forward` writes."""
-    losses, places = [], []
-    for document in documents:
-        logits = long_forward(model, document[None], segment, memory)[0, :-1]
-        losses.append(cross_entropy(logits.double(), document[1:], reduction="none"))
-        places.append(torch.arange(1, len(document)) % segment)
-    return torch.cat(losses), torch.cat(places)
-
-
-@pytest.mark.parametrize("batch_size", [None, 1, 2])
-@pytest.mark.parametrize("memory", [0, 5, 8])
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("memory", [0, 5])
 def test_what_is_measured(memory, batch_size):
     """Documents of several lengths side by side: one ends with a segment, one within, one before the second."""
     model, segment = make_model("t5").train(), 8
     documents = [make_tokens(count, seed=count)[0] for count in (17, 1, 30, 5, 25, 2)]
-    found = measure_recurrence(
-        model, documents, segment=segment, memory=memory, byte_counts=[9] * 6, batch_size=batch_size
-    )
+    found = measure_recurrence(model, documents, segment=segment, memory=memory, batch_size=batch_size)
     assert model.training
-    losses, places = by_hand(model.eval(), [each for each in documents if len(each) > 1], segment, memory)
-    assert found.perplexity.tokens == len(losses) == sum(len(each) - 1 for each in documents)
-    assert found.perplexity.nll == pytest.approx(losses.sum().item(), rel=EXACT)
-    assert found.perplexity.windows == 2 + 4 + 1 + 3 + 1
-    assert found.bits_per_byte == pytest.approx(losses.sum().item() / 0.6931471805599453 / 54, rel=EXACT)
-    assert [(part.first, part.last) for part in found.by_position] == [(0, 1), (1, 2), (2, 4), (4, 8)]
-    for part in found.by_position:
-        inside = (places >= part.first) & (places < part.last)
-        assert part.tokens == inside.sum()
-        assert part.loss == pytest.approx(losses[inside].mean().item(), rel=EXACT)
-    assert found.tokens_per_second > 0
-    assert found.to_dict()["perplexity"]["loss"] == found.perplexity.loss
-
-
-def test_plain_segments_are_fresh_windows():
-    """Without memory a fresh window's losses, and the token behind it. Any model may be read so."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=8)).eval()
-    tokens = make_tokens(25)[0]
-    found = measure_recurrence(model, [tokens], segment=8, memory=0)
-    fresh = non_overlapping_perplexity(model, tokens, length=8)
-    inside = sum(part.loss * part.tokens for part in found.by_position if part.first)
-    assert inside == pytest.approx(fresh.nll, rel=1e-6)
-    assert found.perplexity.tokens == fresh.tokens + 3
+    model.eval()
+    nll = sum(  # each document in one forward under the mask that `long_forward` writes
+        cross_entropy(long_forward(model, each[None], segment, memory)[0, :-1], each[1:], reduction="sum").item()
+        for each in documents
+        if len(each) > 1
+    )
+    assert found.tokens == sum(len(each) - 1 for each in documents)
+    assert found.nll == pytest.approx(nll, rel=EXACT)
+    assert (found.length, found.windows) == (memory + segment, 2 + 4 + 1 + 3 + 1)
+    assert found.bits_per_byte([9] * 6) == pytest.approx(nll / 0.6931471805599453 / 54, rel=EXACT)
 
 
 def refused(words):
@@ -186,14 +117,6 @@ def test_position_vectors_are_refused(scheme):
     patch_model(model, scheme)
     with refused("position vectors"):
         measure_recurrence(model, make_tokens(20), segment=8, memory=4)
-
-
-def test_a_table_of_the_base_is_refused_until_it_is_replaced():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=16)).eval()
-    with refused("position vectors"):
-        check_memory(model)
-    patch_model(model, "alibi")
-    measure_recurrence(model, make_tokens(40), segment=8, memory=4)  # past the end of the table that it had
 
 
 @pytest.mark.parametrize("scheme", [None, "rope"])
@@ -231,8 +154,6 @@ def test_a_model_that_keeps_no_cache_is_refused(monkeypatch):
     [
         ({"segment": 0, "memory": 1}, "segment must be at least 1, not 0"),
         ({"segment": 4, "memory": -1}, "memory must be at least 0, not -1"),
-        ({"segment": 4, "memory": 1, "batch_size": 0}, "batch_size must be at least 1"),
-        ({"segment": 4, "memory": 1, "byte_counts": [1, 2]}, "1 documents and 2 byte counts"),
     ],
 )
 def test_wrong_values(wrong, words):

@@ -4,12 +4,10 @@ import pytest
 import torch
 from cases import attend, dot, far_position, rope_frequencies, turn
 from decoders import decoder
-from families import LONGROPE, YARN, tiny, tokens
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from families import YARN, tiny, tokens
+from transformers import CONFIG_MAPPING
 
-from hf_posenc import UnsupportedModelError, patch_model, patched, schemes_of, verify
-from hf_posenc.registry import scheme_class
-from hf_posenc.schemes.far_rope import Clamped
+from hf_posenc import patch_model, patched, schemes_of, verify
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
 KINDS = {
@@ -17,8 +15,6 @@ KINDS = {
     "leaky": {"near": 4, "leak": 0.25},
     "self_extend": {"kind": "self_extend", "near": 6, "group": 4},
     "dual_chunk": {"kind": "dual_chunk", "chunk": 6, "length": 9},
-    "dynamic": {"kind": "dynamic", "chunk": 4, "length": 8},
-    "dynamic, chunks that do not divide the length": {"kind": "dynamic", "chunk": 4, "length": 10},
 }
 
 
@@ -93,85 +89,15 @@ def test_far_keys_get_the_factor_of_yarn(kind):
     assert factor > 1.05
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_cached_is_recomputed(kind):
-    model, ids = patch_model(tiny("llama"), "far_rope", **KINDS[kind]), tokens(2, 30)
-    torch.testing.assert_close(by_steps(model, ids), logits(model, ids), atol=1e-4, rtol=0)
-    mask = torch.ones(2, 30, dtype=torch.long)
-    mask[0, :9] = 0
-    whole = logits(model, ids, attention_mask=mask)[0, 9:]
-    torch.testing.assert_close(whole, logits(model, ids[:1, 9:])[0], atol=1e-4, rtol=0)
-
-
-def test_dynamic_scaling_of_transformers_is_not():
-    """What the kind `dynamic` is for: the stock model with the same scaling keeps keys of shorter lengths."""
-    ids = tokens(1, 30)
-    stock = tiny("llama", rope_parameters=DYNAMIC, max_position_embeddings=8)
-    assert not torch.allclose(by_steps(stock, ids), logits(stock, ids), atol=1e-2)
-    with pytest.raises(ValueError, match="choose kind='dynamic'"):
-        patch_model(stock, "far_rope", near=4)
-    patch_model(stock, "far_rope", kind="dynamic")
-    torch.testing.assert_close(by_steps(stock, ids), logits(stock, ids), atol=1e-4, rtol=0)
-
-
-def test_dynamic_scaling_is_that_of_transformers_for_the_last_token_of_one_layer():
-    """With one layer nothing but the last query's own frequencies matters, so both agree where the lengths do."""
-    ids = tokens(1, 24)
-    stock = tiny("llama", rope_parameters=DYNAMIC, max_position_embeddings=8, num_hidden_layers=1)
-    expected = logits(stock, ids)[:, -1]
-    patch_model(stock, "far_rope", kind="dynamic", chunk=1)
-    torch.testing.assert_close(logits(stock, ids)[:, -1], expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.skipif("granite_swa" not in CONFIG_MAPPING, reason="transformers is older than this type")
 def test_layers_with_bases_of_their_own():
     """Granite lists a base of frequencies for each layer, which `rope` refuses: far_rope takes each layer's own."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"vocab_size": 97, "intermediate_size": 48, "initializer_range": 0.2, "max_position_embeddings": 64}
-    kinds = ["sliding_attention", "full_attention"]
-    config = CONFIG_MAPPING["granite_swa"](
-        **sizes, layer_types=kinds, sliding_window=32, layer_rope_theta=[1e4, 30.0], pad_token_id=0
-    )
-    torch.manual_seed(0)
-    model, ids = AutoModelForCausalLM.from_config(config).eval(), tokens(1, 20)
+    model, ids = decoder("granite_swa", layer_rope_theta=[1e4, 30.0]), tokens(1, 20)
     expected = logits(model, ids)
     with patched(model, "far_rope", near=20):
         first, second = (layer.self_attn.posenc.angles.frequencies for layer in model.model.layers)
         assert [first[1], second[1]] == pytest.approx([1e4 ** (-1 / 4), 30 ** (-1 / 4)], rel=1e-6)
         torch.testing.assert_close(logits(model, ids), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("config", "hyperparameters", "error", "words"),
-    [
-        ({"rope_parameters": LONGROPE}, {"near": 4}, UnsupportedModelError, "depend on the length"),
-        ({"rope_parameters": YARN}, {"kind": "dynamic"}, ValueError, "scaling of type yarn"),
-        ({}, {"kind": "dual_chunk", "chunk": 64}, ValueError, "chunk=64 must be below length=64"),
-        ({}, {"kind": "self_extend", "leak": 0.1}, ValueError, "does not read leak"),
-    ],
-    ids=["longrope", "dynamic-yarn", "chunk", "leak"],
-)
-def test_what_is_refused(config, hyperparameters, error, words):
-    model = tiny("llama", **config)
-    before = logits(model, tokens(1, 9))
-    with pytest.raises(error, match=words):
-        patch_model(model, "far_rope", **hyperparameters)
-    assert logits(model, tokens(1, 9)).equal(before)
-
-
-def test_numbers_that_come_from_the_base():
-    """Half, a quarter, three quarters and an eighth of the 64 tokens at which it was trained."""
-    filled = {
-        "rerope": {"near": 32, "leak": 0.0},
-        "self_extend": {"near": 16, "group": 8},
-        "dual_chunk": {"chunk": 48, "length": 64},
-        "dynamic": {"chunk": 8, "length": 64, "factor": 1.0},
-    }
-    for kind, expected in filled.items():
-        found = scheme_class("far_rope")(kind=kind).filled(64).hyperparameters()
-        assert {name: value for name, value in found.items() if value is not None and name != "kind"} == expected
-    with pytest.raises(ValueError, match=r"does not say the length.*near"):
-        scheme_class("far_rope")().filled(None)
 
 
 def test_sinks_behind_a_window_stay_at_trained_distances():
@@ -182,28 +108,6 @@ def test_sinks_behind_a_window_stay_at_trained_distances():
     torch.testing.assert_close(logits(model, ids)[:, -1], logits(model, shorter)[:, -1], atol=1e-4, rtol=0)
     moved = patch_model(tiny("llama", num_hidden_layers=1), "rope", window=6, sinks=2)
     assert not torch.allclose(logits(moved, ids)[:, -1], logits(moved, shorter)[:, -1], atol=1e-3)
-
-
-def test_a_window_counts_tokens_and_near_counts_positions():
-    """Positions with gaps: keys of a window of 4 tokens are up to 15 positions away, beyond `near`."""
-    model, ids = tiny("llama", num_hidden_layers=1), tokens(1, 12)
-    given = {"position_ids": 5 * torch.arange(12)[None], "attention_mask": torch.ones_like(ids)}
-    patch_model(model, "far_rope", near=6, window=4)
-    far = logits(model, ids, **given)
-    attention = model.model.layers[0].self_attn
-    attention.posenc.distances = Clamped(100, 0.0)
-    assert not torch.allclose(logits(model, ids, **given), far, atol=1e-2)
-
-
-@pytest.mark.slow
-def test_compiled_with_a_sliding_cache_it_is_what_it_is():
-    """Tokens come one by one, past the window of 8 and the trained length of 6."""
-    model = patch_model(tiny("mistral", num_hidden_layers=1), "far_rope", kind="dynamic", chunk=4, length=6)
-    ids = tokens(2, 14)
-    expected = by_steps(model, ids, first=10)
-    torch.compiler.reset()
-    model.compile(backend="eager", dynamic=True)
-    torch.testing.assert_close(by_steps(model, ids, first=10), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("scheme", "options"), [("far_rope", {"near": 24}), ("rope_by_head", {}), ("rope", {})])

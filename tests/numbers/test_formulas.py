@@ -1,7 +1,5 @@
 """Every scheme, option by option, computes what its paper says: outputs, and gradients of inputs and parameters."""
 
-import json
-import math
 from dataclasses import replace
 from functools import cache
 
@@ -15,21 +13,20 @@ from cases import (
     Case,
     paper_slopes,
     plain,
-    sinusoidal,
-    sinusoidal_table,
     turn,
 )
 from families import tiny, tokens
 from matrix import matrix
+from situations import in_turn
 from torch import nn
 
 from hf_posenc import patch_model
-from hf_posenc.attention_call import Call
-from hf_posenc.dims import Dims
+from hf_posenc.core.attention_call import Call
+from hf_posenc.core.dims import Dims
+from hf_posenc.core.modules import Native, Reference, owner_of
+from hf_posenc.core.positions import Positions, pack, unpack
+from hf_posenc.core.registry import scheme_class
 from hf_posenc.engines import reference
-from hf_posenc.modules import Native, Reference, owner_of
-from hf_posenc.positions import Positions, pack, unpack
-from hf_posenc.registry import scheme_class
 from hf_posenc.schemes.base import ScoreScheme
 from hf_posenc.schemes.rope import apply_rotary
 
@@ -40,7 +37,6 @@ TOLERANCE = {
     # Computed in float32 and rounded once, at the end: half a unit in the last of bfloat16's 8 binary digits.
     torch.bfloat16: 2**-8 + 1e-5,
 }
-DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 # query heads, key-value heads, head size, queries, keys
 SHAPES = {
@@ -53,7 +49,9 @@ SHAPES = {
 
 
 SCORES = [case for case in CASES if issubclass(scheme_class(case.scheme), ScoreScheme)]
+EACH = list({case.scheme: case for case in reversed(SCORES)}.values())  # one of each scheme
 TABLES = [case for case in CASES if case.table is not None]
+BY_ID = {case.id: case for case in CASES}
 
 
 def over(cases: list[Case]):
@@ -77,46 +75,20 @@ def gradients(
     return dict(zip(inputs, torch.autograd.grad(output, list(inputs.values()), cotangent), strict=True))
 
 
-# --- the cases
-
-
-def test_no_two_rows_have_one_name():
-    assert len({case.id for case in CASES}) == len(CASES)
-
-
-@over(CASES)
-def test_hyperparameters_survive_json(case):
-    """What is written to a checkpoint builds the same scheme again."""
-    scheme = scheme_class(case.scheme).parse(case.hyperparameters)
-    again = scheme_class(case.scheme).parse(json.loads(json.dumps(scheme.hyperparameters())))
-    assert again == scheme
-
-
 # --- schemes on scores
 
 
 def build(case: Case, dims: Dims):
     """The module of one layer, and the parameters it works with."""
     scheme = scheme_class(case.scheme).parse(case.hyperparameters)
-    module, shared = scheme.build(dims), scheme.build_shared(dims)
-    if shared is None:
-        return module, dict(module.named_parameters())
-    owner = nn.Module()
-    owner.posenc = shared
-    placed = scheme.attach_shared(module, Reference(owner, "posenc"))
-    return placed, {**dict(shared.named_parameters()), **dict(placed.named_parameters())}
-
-
-def with_shapes(cases: list[Case]):
-    """Every case in every shape that its hyper-parameters fit."""
-    pairs = [(case, name) for case in cases for name, sizes in SHAPES.items() if case.num_heads in (None, sizes[0])]
-    return pytest.mark.parametrize(("case", "shape"), pairs, ids=[f"{case.id}-{name}" for case, name in pairs])
+    module = scheme.build(dims)
+    return module, dict(module.named_parameters())
 
 
 @cache
 def slow_scores(case_id: str, shape: str, softcap: float | None = None):
     """Inputs, parameters, cotangent, and the reference's output and gradients: float64."""
-    case = next(case for case in CASES if case.id == case_id)
+    case = BY_ID[case_id]
     heads, key_heads, size, queries, keys = SHAPES[shape]
     dims = Dims(heads, key_heads, size, heads * size, 1)
     inputs = {
@@ -166,39 +138,29 @@ def run(case, dims, inputs, parameters, dtype, *, prescaled=False, softcap=None)
     return output, weights, {**leaves, **own}
 
 
-@pytest.mark.rows(default=180)
-@DTYPES
-@with_shapes(SCORES)
-def test_scores(case, shape, dtype):
-    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
-    output, weights, leaves = run(case, dims, inputs, parameters, dtype)
+IN_SHAPES = [(case.id, shape) for case in SCORES for shape in SHAPES if case.num_heads in (None, SHAPES[shape][0])]
+SHAPED = [(case, shape, torch.float64, "") for case, shape in IN_SHAPES if shape == "gqa-4-2"]
+SHAPED += [
+    (*row, dtype, "") for row, dtype in in_turn(IN_SHAPES, [torch.float32, torch.bfloat16]) if row[1] != "gqa-4-2"
+]
+# OPT multiplies queries by 1/sqrt(D) itself; terms without a query (Transformer-XL's u.k) keep their factor. Gemma 2 caps
+# scores by tanh: what is a product of vectors is capped, a bias or factor on it is not.
+OPTIONS = [(case.id, "gqa-4-2", torch.float64, option) for case in EACH for option in ("prescaled", "softcap")]
+
+
+@pytest.mark.rows(default=110)
+@matrix(dict.fromkeys([*SHAPED, *OPTIONS]), case=None, shape=None, dtype=None, option=None)
+def test_scores(case, shape, dtype, option):
+    case, softcap = BY_ID[case], 1.5 if option == "softcap" else None
+    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape, softcap)
+    output, weights, leaves = run(
+        case, dims, inputs, parameters, dtype, prescaled=option == "prescaled", softcap=softcap
+    )
     assert output.dtype == weights.dtype == dtype
     assert_close(output, expected, dtype, "output", case.roundings)
     for name, gradient in gradients(output, cotangent.to(dtype), leaves).items():
         assert gradient.dtype == dtype
         assert_close(gradient, slopes[name], dtype, f"gradient of {name}", case.roundings)
-
-
-@over(SCORES)
-def test_scores_of_queries_that_are_scaled_already(case):
-    """OPT multiplies queries by 1/sqrt(D) itself; terms without a query (Transformer-XL's u.k) keep their factor."""
-    shape = "gqa-4-2"
-    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, shape)
-    output, _, leaves = run(case, dims, inputs, parameters, torch.float64, prescaled=True)
-    assert_close(output, expected, torch.float64, "output")
-    for name, gradient in gradients(output, cotangent, leaves).items():
-        assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
-
-
-@pytest.mark.rows(default=10)
-@over(SCORES)
-def test_scores_under_a_soft_cap(case):
-    """Gemma 2 caps scores by tanh: what is a product of vectors is capped, a bias or factor on it is not."""
-    dims, inputs, parameters, cotangent, expected, slopes = slow_scores(case.id, "gqa-4-2", softcap=1.5)
-    output, _, leaves = run(case, dims, inputs, parameters, torch.float64, softcap=1.5)
-    assert_close(output, expected, torch.float64, "output")
-    for name, gradient in gradients(output, cotangent, leaves).items():
-        assert_close(gradient, slopes[name], torch.float64, f"gradient of {name}")
 
 
 @over(SCORES)
@@ -229,67 +191,20 @@ def test_coefficients_are_those_of_the_scores(case):
     assert_close(scores * visible, expected * visible, torch.float64, "scores")
 
 
-@over(SCORES)
-def test_weights_are_a_distribution_over_visible_keys(case):
-    dims, inputs, parameters, *_ = slow_scores(case.id, "gqa-4-2")
-    _, weights, _ = run(case, dims, inputs, parameters, torch.float64)
-    assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]), torch.float64, "sum of weights")
-    assert (weights.triu(1) == 0).all()
-
-
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 6, 7, 8, 12, 14, 16, 20, 25, 32, 40])
-def test_alibi_slopes_of_any_number_of_heads(num_heads):
-    """Read off the bias itself: with queries of zero, weights are softmax(-m d), so m = log(p_0 / p_1)."""
-    dims = Dims(num_heads, num_heads, 2, 2 * num_heads, 1)
-    module, _ = build(next(case for case in CASES if case.id == "alibi-default"), dims)
-    zeros = torch.zeros(1, num_heads, 2, 2, dtype=torch.float64)
-    weights = module(Call(zeros, zeros, zeros, Positions.causal(2), scaling=1.0), reference.attend)[1]
-    slopes = (weights[0, :, 1, 1] / weights[0, :, 1, 0]).log()
-    assert_close(slopes, torch.tensor(paper_slopes(num_heads), dtype=torch.float64), torch.float64, "slopes")
-
-
-def kerple(case_id: str, num_heads: int):
-    return build(next(case for case in CASES if case.id == case_id), Dims(num_heads, num_heads, 2, 2 * num_heads, 1))
-
-
-@pytest.mark.parametrize("case_id", ["kerple-per-layer", "kerple-power-per-layer"])
-def test_where_kerple_starts(case_id):
-    """As the authors' code: uniform in (0, 2) for `r_1` of the logarithm and `r_2` of the power, in (0, 1) else, from 0.01."""
-    module, parameters = kerple(case_id, 4000)
-    torch.manual_seed(0)
-    module.reset_parameters()
-    assert not list(module.buffers()), "buffers would be left uninitialised by from_pretrained"
-    for name, x in parameters.items():
-        assert x.shape == (4000,)
-        most = (
-            2
-            if (case_id, name) in {("kerple-per-layer", "raw_scale"), ("kerple-power-per-layer", "raw_exponent")}
-            else 1
-        )
-        r = 2 / (1 + torch.exp(-x)) if name == "raw_exponent" else torch.log(1 + torch.exp(x))
-        assert 0.01 * (1 - 1e-5) <= r.min() < 0.02
-        assert 0.99 * most < r.max() <= most * (1 + 1e-5)
-        quantiles = torch.tensor([0.25, 0.5, 0.75])
-        assert torch.allclose(r.quantile(quantiles), most * quantiles, rtol=0, atol=0.03 * most), name
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case_id", ["kerple-per-layer", "kerple-power-per-layer"])
-def test_kerple_falls_with_the_distance_whatever_is_trained(case_id, dtype):
+def test_kerple_falls_with_the_distance_whatever_is_trained(dtype):
     """No values of the parameters raise a key above a nearer one, or make anything that is no number."""
     corners = torch.cartesian_prod(*[torch.tensor([-1000.0, -90.0, -1.0, 0.0, 30.0, 90.0, 1000.0])] * 2)
-    module, parameters = kerple(case_id, len(corners))
+    module, parameters = build(BY_ID["kerple-per-layer"], Dims(len(corners), len(corners), 2, 2 * len(corners), 1))
     with torch.no_grad():
         for n, parameter in enumerate(parameters.values()):
             parameter.copy_(corners[:, n])
     distance = torch.tensor([0, 1, 2, 30, 1000, 1_000_000])
     biases = module.to(dtype).form(torch.empty(0, dtype=dtype)).values(distance)
-    assert biases.dtype == dtype
     assert biases.isfinite().all()
     assert (biases <= 0).all()
     assert (biases.diff() <= 0).all()
-    ordinary = (corners.abs() <= 30).all(1)
-    assert (biases.diff()[ordinary] < 0).all()
+    assert (biases.diff()[(corners.abs() <= 30).all(1)] < 0).all()
     gradients = torch.autograd.grad(biases.sum(), list(parameters.values()))
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -297,41 +212,19 @@ def test_kerple_falls_with_the_distance_whatever_is_trained(case_id, dtype):
 @pytest.mark.parametrize("case_id", ["bam-default", "bam-centre"])
 def test_bam_starts_as_alibi(case_id):
     """But for the same number at all distances, which the softmax does not see."""
-    module, parameters = build(next(case for case in CASES if case.id == case_id), Dims(8, 8, 2, 16, 1))
+    module, parameters = build(BY_ID[case_id], Dims(8, 8, 2, 16, 1))
     module.reset_parameters()
     distance = torch.arange(200)
     biases = module.form(torch.empty(0, dtype=torch.float64)).values(distance)
     slopes = torch.tensor(paper_slopes(8), dtype=torch.float64)
     assert torch.allclose(biases - biases[:, :1], -slopes[:, None] * distance, rtol=1e-5, atol=1e-6)
-    assert all(each.shape == (8,) for each in parameters.values())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_bam_are_numbers_at_its_centre(dtype):
-    """At distance 0 and at a centre between tokens, for flat and for steep curves, beside the derivatives by hand."""
-    module, parameters = build(next(case for case in CASES if case.id == "bam-centre"), Dims(6, 6, 2, 12, 1))
-    starts = {"raw_scale": [0.5] * 6, "raw_exponent": [-4.0, 0.0, 1.0] * 2, "centre": [0.0] * 3 + [1.25] * 3}
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.tensor(starts[name]))
-    biases = module.to(dtype).form(torch.empty(0, dtype=dtype)).values(torch.arange(4))
-    gradients = dict(zip(parameters, torch.autograd.grad(biases.sum(), list(parameters.values())), strict=True))
-    for h in range(6):
-        x, y, c = (starts[name][h] for name in ("raw_scale", "raw_exponent", "centre"))
-        r, p = math.log1p(math.exp(x)), math.log1p(math.exp(y))
-        away = [abs(d - c) + 1e-5 for d in range(4)]
-        expected = {
-            "raw_scale": -sum(a**p for a in away) / (1 + math.exp(-x)),
-            "raw_exponent": -sum(r * a**p * math.log(a) for a in away) / (1 + math.exp(-y)),
-            "centre": sum(r * p * a ** (p - 1) * ((d > c) - (d < c)) for d, a in enumerate(away)),
-        }
-        for name, value in expected.items():
-            assert math.isclose(gradients[name][h].item(), value, rel_tol=1e-4, abs_tol=1e-5), (name, h)
+    if "centre" in parameters:  # where the distance from it is 0
+        assert all(each.isfinite().all() for each in torch.autograd.grad(biases.sum(), list(parameters.values())))
 
 
 def test_cope_counts_what_is_visible_in_the_order_of_positions():
     """One query on 9 keys, of which a window, a document and padding hide 5: as if it saw the others only."""
-    case = next(case for case in CASES if case.id == "cope-few")
+    case = BY_ID["cope-few"]
     module, parameters = build(case, Dims(4, 2, 8, 32, 1))
     with torch.no_grad():
         parameters["position_embeddings"].copy_(rounded(3, 8, seed=4))
@@ -358,57 +251,11 @@ def test_cope_counts_what_is_visible_in_the_order_of_positions():
     assert_close(attended([4, 8, 0, 7, 2, 1, 6, 5, 3]), expected, torch.float64, "in another order")
 
 
-def test_parameters_of_schemes_on_scores():
-    """Names, shapes and first values are the checkpoint format, and where training starts."""
-    dims = Dims(num_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=24, num_layers=2)
-    expected = {
-        "transformer_xl-default": {
-            "position_projection": ((32, 24), "normal"),
-            "content_bias": ((4, 8), 0),
-            "position_bias": ((4, 8), 0),
-        },
-        "shaw-default": {"key_embeddings": ((33, 8), "normal"), "value_embeddings": ((33, 8), "normal")},
-        "shaw-per-head": {"key_embeddings": ((4, 4, 8), "normal"), "value_embeddings": ((4, 4, 8), "normal")},
-        "shaw-keys-only": {"key_embeddings": ((4, 8), "normal")},
-        "alibi-default": {},
-        "alibi-trained": {"slopes": ((4,), paper_slopes(4))},
-        "alibi-trained-own-slopes": {"slopes": ((4,), [0.9, 0.3, 0.0, 0.01])},
-        "da_transformer-default": {"distance_weight": ((4,), 0), "saturation": ((4,), 0)},
-        "cope-default": {"position_embeddings": ((64, 8), 0)},
-        "fire-default": {
-            "input_weight": ((32,), "uniform 1"),
-            "input_bias": ((32,), "uniform 1"),
-            "output_weight": ((4, 32), "uniform"),
-            "rate": ((1,), [0.1]),
-            "reach": ((1,), [1.0]),
-        },
-    }
-    for case_id, wanted in expected.items():
-        module, parameters = build(next(case for case in CASES if case.id == case_id), dims)
-        module.reset_parameters()
-        assert {name: tuple(p.shape) for name, p in parameters.items()} == {
-            n: shape for n, (shape, _) in wanted.items()
-        }
-        assert not list(module.buffers()), f"{case_id}: buffers would be left uninitialised by from_pretrained"
-        for name, (_, start) in wanted.items():
-            if start == "normal":
-                assert 0.01 < parameters[name].std() < 0.03, f"{case_id}: {name}"
-            elif isinstance(start, str):  # torch's linear layers: uniform up to one over the root of the inputs
-                bound = 1.0 if start == "uniform 1" else 32**-0.5
-                assert 0.7 * bound < parameters[name].abs().max() <= bound, f"{case_id}: {name}"
-                assert parameters[name].std() > 0.4 * bound, f"{case_id}: {name}"
-            else:
-                assert torch.equal(
-                    parameters[name], torch.tensor(start).to(parameters[name]).expand_as(parameters[name])
-                )
-
-
 # --- rope
 
 
-@DTYPES
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.rows(slow=9)
+@matrix(dtype=TOLERANCE, share=[1.0, 0.5, 0.25], layout=["half", "interleaved"])
 def test_rotation(layout, share, dtype):
     size, positions = 8, [[0, 1, 2, 7], [5, 3, 100, 1]]
     turning = int(size * share)
@@ -433,28 +280,7 @@ def test_rotation(layout, share, dtype):
     assert_close(actual.double() / slack, wanted / slack, dtype, "gradient")
 
 
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"rope_type": "linear"}, "needs factor"),
-        ({"rope_type": "linear", "factor": 2.0, "beta_fast": 32.0}, "has no parameter beta_fast; it has factor"),
-        ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
-        ({"rope_type": "dynamic", "factor": True}, "positive number"),
-        ({"rope_type": "yarn", "factor": 2.0, "beta_slow": 0.0}, "beta_slow must be a positive number"),
-        ({"rope_type": "longrope", "short_factor": [1.0] * 4}, "needs long_factor"),
-        ({"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 4}, "list of positive numbers"),
-        (
-            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
-            "above low_freq_factor",
-        ),
-    ],
-)
-def test_rope_refuses_scalings_that_transformers_only_warns_about(scaling, message):
-    with pytest.raises(ValueError, match=message):
-        patch_model(tiny("llama"), "rope", scaling=scaling)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("share", [0.1, 0.4], ids=["nothing-left", "odd"])
 def test_rope_refuses_to_rotate_half_a_pair(family, share):
     """Unchecked, none of 8 dimensions would be rotated, or all of them, or the first forward would fail."""
@@ -464,7 +290,7 @@ def test_rope_refuses_to_rotate_half_a_pair(family, share):
 
 # --- schemes on embeddings
 
-NATIVE = Native(table=rounded(12, 16, seed=7) * 0.1, token_rms=0.3, max_positions=12)
+NATIVE = Native(table=rounded(12, 16, seed=7) * 0.1, token_rms=lambda: 0.3, max_positions=12)
 
 
 def embedding(case: Case, size: int, dtype: torch.dtype, native: Native):
@@ -480,12 +306,11 @@ def embedding(case: Case, size: int, dtype: torch.dtype, native: Native):
     return module
 
 
-@DTYPES
-@pytest.mark.parametrize("size", [16, 15], ids=["even", "odd"])
-@over(TABLES)
+@pytest.mark.rows(slow=30)
+@matrix(dtype=TOLERANCE, size=[16, 15], case=TABLES)
 def test_embeddings(case, size, dtype):
-    native = NATIVE if size == 16 else Native(table=None, token_rms=0.3, max_positions=12)
-    match = native.token_rms if native.table is None else native.table.square().mean().sqrt().item()
+    native = NATIVE if size == 16 else Native(table=None, token_rms=lambda: 0.3, max_positions=12)
+    match = native.token_rms() if native.table is None else native.table.square().mean().sqrt().item()
     module = embedding(case, size, dtype, native)
     ids = torch.tensor([[0, 1, 2, 3, 5], [7, 7, 90, 40, 0]])
     parameters = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
@@ -515,111 +340,6 @@ def test_sinusoids_are_exact_at_any_position(case):
     assert error < 1e-8  # float64 resolves 1e6 radians to 1e-10
 
 
-@pytest.mark.parametrize(("trainable", "name"), [(True, "log_ratios"), ("radians", "frequencies")])
-@pytest.mark.parametrize("frequencies", ["exponential", "power"])
-def test_trained_frequencies_start_at_the_fixed_ones(frequencies, trainable, name):
-    dims = Dims(1, 1, 15, 15, 1)
-    fixed, trained = (
-        scheme_class("sinusoidal")(frequencies=frequencies, trainable=each, scale=1.0).build(dims)
-        for each in (False, trainable)
-    )
-    trained.double().initialize(NATIVE)
-    assert {name: tuple(p.shape) for name, p in trained.named_parameters()} == {name: (8,)}
-    assert not list(fixed.parameters())
-    ids = torch.arange(50)[None]
-    assert torch.equal(trained(ids), fixed(ids))
-
-
-def trained_wavelengths(trainable):
-    """Wavelengths in tokens before and after 40 steps of AdamW that pull on each wave with the sign of a coin."""
-    dims = Dims(1, 1, 128, 128, 1)
-    module = scheme_class("sinusoidal")(trainable=trainable, scale=1.0).build(dims)
-    module.initialize(NATIVE)
-    (parameter,) = module.parameters()
-    signs = torch.randint(2, parameter.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    before = 2 * torch.pi / module.waves(torch.device("cpu")).detach()
-    optimizer = torch.optim.AdamW([parameter], lr=3e-3, weight_decay=0.01)
-    for _ in range(40):
-        parameter.grad = signs.to(parameter.dtype)
-        optimizer.step()
-    return before, 2 * torch.pi / module.waves(torch.device("cpu")).detach()
-
-
-def test_trained_frequencies_keep_their_long_waves():
-    """Each step of AdamW moves a parameter by its learning rate: 40 steps of 0.003 are 0.12 in all."""
-    before, after = trained_wavelengths(True)
-    assert ((after / before).log().abs() < 0.12 + 1e-4).all()
-    assert (after > 1000).sum() == (before > 1000).sum() == 28
-    _, radians = trained_wavelengths("radians")
-    assert (radians < 0).any()
-    assert (radians.abs() > 1000).sum() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainable", [True, "radians"])
-def test_wavelengths_of_a_model_in_training(trainable, recipes):
-    """150 steps of AdamW at 0.003 on the recipes' byte-level GPT-2, whose 64 waves begin as Vaswani's."""
-    from hf_posenc.recipes.embedded import byte_model, byte_tokenizer, standard_library
-
-    tokenizer = byte_tokenizer()
-    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in standard_library()[:12])
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    torch.manual_seed(0)
-    model = patch_model(byte_model(tokenizer), "sinusoidal", trainable=trainable).train()
-    module = model.transformer.wpe
-    before = module.waves(torch.device("cpu")).detach().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    for _ in range(150):
-        batch = ids[torch.randint(0, len(ids) - 128, (4, 1)) + torch.arange(128)]
-        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    ratio = module.waves(torch.device("cpu")).detach().double() / before
-    moved, negative = int((ratio.abs().log().abs() > math.log(2)).sum()), int((ratio < 0).sum())
-    long = int((2 * math.pi / (ratio * before).abs() > 1000).sum())
-    assert int((2 * math.pi / before > 1000).sum()) == 28
-    if trainable == "radians":  # 32, 9 and 10 where this was written
-        assert moved > 20
-        assert negative > 0
-        assert long < 20
-    else:
-        assert (moved, negative, long) == (0, 0, 28)
-
-
-def test_frequencies_as_a_list():
-    listed = [1.0, 0.5, 0.0, 0.125, 3.0, 0.01, 0.002, 0.0001]
-    case = sinusoidal("listed", frequencies=listed, layout="split", scale=1.0)
-    module = embedding(case, 16, torch.float64, NATIVE)
-    expected = case.table(range(40), 16, {}, match=1.0, **case.hyperparameters)
-    assert_close(module(torch.arange(40)[None])[0].double(), expected, torch.float64, "table")
-    dims = Dims(1, 1, 16, 16, 1)
-    for wrong, error, message in [
-        ({"frequencies": [1.0, 0.1]}, ValueError, "size 16 have 8 frequencies, not 2"),
-        ({"frequencies": [1.0] * 8, "base": 500.0}, ValueError, "base is not read"),
-        ({"frequencies": [1.0] * 8, "alpha": 3.0}, ValueError, "alpha is not read"),
-        ({"frequencies": [1.0] * 7 + [float("nan")]}, ValueError, "must be finite"),
-        ({"frequencies": ["1"] * 8}, TypeError, "must be numbers"),
-        ({"frequencies": "linear"}, ValueError, "exponential, power, a list of numbers"),
-        ({"trainable": "logarithm"}, TypeError, "trainable must be True or False"),
-    ]:
-        with pytest.raises(error, match=message):
-            scheme_class("sinusoidal").parse(wrong).resolve(NATIVE, dims)
-
-
-@pytest.mark.parametrize(
-    "native", [NATIVE, Native(table=None, token_rms=0.3, max_positions=12)], ids=["table", "tokens"]
-)
-@pytest.mark.parametrize("frequencies", ["exponential", "power"])
-def test_scale_matches_what_is_replaced(native, frequencies):
-    dims = Dims(1, 1, 16, 16, 1)
-    table = (
-        scheme_class("sinusoidal")(frequencies=frequencies).resolve(native, dims).build(dims)(torch.arange(40)[None])
-    )
-    wanted = 0.3 if native.table is None else native.table.square().mean().sqrt()
-    assert abs(table.square().mean().sqrt() / wanted - 1) < 1e-12
-
-
 # --- learned table
 
 
@@ -638,14 +358,9 @@ def learned_of(model) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("initialization", "count"),
     [
-        ("native", 8),
         ("native", 5),
-        ("interpolated", 13),
-        ("interpolated", 8),
-        ("interpolated", 3),
-        ("hierarchical", 9),
-        ("hierarchical", 64),
-        ("hierarchical", 5),
+        ("native", 9),
+        ("native", 64),
         ("sinusoidal", 20),
     ],
 )
@@ -655,60 +370,16 @@ def test_learned_starts_from_the_base(family, initialization, count):
     patch_model(model, "learned", num_positions=count, initialization=initialization)
     match = native.square().mean().sqrt().item()
     assert_close(learned_of(model), INITIAL_TABLES[initialization](native, count, match), torch.float32, initialization)
-    if initialization in ("native", "hierarchical"):  # what the model was trained on is not touched, to the last bit
+    if initialization == "native":  # what the model was trained on is not touched, to the last bit
         kept = min(count, 8)
         assert torch.equal(learned_of(model)[:kept], native.float()[:kept])
-
-
-def test_learned_hierarchy_is_not_symmetric():
-    """With alpha = 0.5 positions (i, j) and (j, i) would be one vector; 0.4 tells all n^2 apart."""
-    model = patch_model(tiny("gpt2", n_positions=8), "learned", num_positions=64, initialization="hierarchical")
-    distances = torch.cdist(learned_of(model), learned_of(model)) + 10 * torch.eye(64)
-    assert distances.min() > 1e-2
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_learned_normal(family):
-    tables = [
-        learned_of(patch_model(tiny(family), "learned", num_positions=200, initialization="normal", seed=seed))
-        for seed in (0, 0, 1)
-    ]
-    assert abs(tables[0].std() / 0.02 - 1) < 0.05
-    assert abs(tables[0].mean()) < 1e-3
-    assert torch.equal(tables[0], tables[1])
-    assert not torch.equal(tables[0], tables[2])
-
-
-def test_learned_sinusoidal_matches_the_tokens_of_a_base_without_table():
-    model = tiny("llama")
-    match = model.model.embed_tokens.weight.detach().double().square().mean().sqrt().item()
-    patch_model(model, "learned", num_positions=20, initialization="sinusoidal")
-    expected = sinusoidal_table(range(20), model.config.hidden_size, {}, match=match)
-    assert_close(learned_of(model), expected, torch.float32, "sinusoidal")
-
-
-@pytest.mark.parametrize(
-    ("family", "count", "initialization"),
-    [("gpt2", None, "native"), ("gpt2", 8, "native"), ("gpt2", 40, "hierarchical"), ("llama", 20, "sinusoidal")],
-)
-def test_learned_chooses_an_initialization(family, count, initialization):
-    hyperparameters = {} if count is None else {"num_positions": count}
-    chosen = patch_model(tiny(family, max_position_embeddings=8), "learned", **hyperparameters)
-    named = patch_model(
-        tiny(family, max_position_embeddings=8), "learned", num_positions=count or 8, initialization=initialization
-    )
-    assert torch.equal(learned_of(chosen), learned_of(named))
 
 
 @pytest.mark.parametrize(
     ("family", "hyperparameters", "message"),
     [
         ("llama", {"initialization": "native"}, "sinusoidal or normal"),
-        ("llama", {"initialization": "hierarchical"}, "sinusoidal or normal"),
-        ("llama", {"initialization": "interpolated"}, "sinusoidal or normal"),
-        ("gpt2", {"initialization": "native", "num_positions": 9}, "8 positions, 9 were asked for"),
-        ("gpt2", {"initialization": "hierarchical", "num_positions": 65}, "reaches 64, not 65"),
-        ("gpt2", {"initialization": "copied"}, "native, interpolated, hierarchical, sinusoidal, normal"),
+        ("gpt2", {"initialization": "native", "num_positions": 65}, "reaches 64, not 65"),
     ],
 )
 def test_learned_refuses_what_the_base_cannot_give(family, hyperparameters, message):
@@ -792,12 +463,11 @@ def own_parameters(*modules) -> dict[str, torch.Tensor]:
     return {name.rpartition(".")[2]: p.detach().double() for name, p in named}
 
 
-BY_ID = {case.id: case for case in CASES}
 ON_ATTENTION = ("posenc", "posenc_additions")
 IN_MODELS = [(case.id, family) for case in CASES for family in case.bases]
 
 
-@pytest.mark.rows(default=10)
+@pytest.mark.rows(default=12, slow=50)
 @matrix(IN_MODELS, case=None, family=None)
 @torch.no_grad()
 def test_a_patched_model_computes_it_in_every_layer(case, family):
@@ -808,7 +478,7 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
     match = replaced.weight.double().square().mean().sqrt().item()
     stock = set(model.state_dict())
     scheme = scheme_class(case.scheme).parse(case.hyperparameters)
-    joins = scheme.acts_on.joins()
+    joins = scheme.joins
     patch_model(model, ["nope", scheme] if joins else scheme, seed=5)
     for n, (name, parameter) in enumerate(model.named_parameters()):
         if name not in stock:
@@ -847,54 +517,31 @@ def test_a_patched_model_computes_it_in_every_layer(case, family):
         assert_close(output, merge(family, attention, heads), torch.float32, "output of an attention")
         if case.attention is not plain:
             without = plain(query, key, value, {}, softmax_scale=HEAD_DIM**-0.5)
-            assert (heads - without).abs().max() > 1e-2, "the scheme does not change this input"
+            assert (heads - without).abs().max() > 1e-3, "the scheme does not change this input"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize(
-    ("case_id", "keys"),
-    [
-        ("nope", []),
-        ("alibi-default", []),
-        ("rope-default", []),
-        ("sinusoidal-default", []),
-        ("alibi-trained", ["{a0}.slopes", "{a1}.slopes"]),
-        (
-            "shaw-default",
-            ["{a0}.key_embeddings", "{a0}.value_embeddings", "{a1}.key_embeddings", "{a1}.value_embeddings"],
-        ),
-        ("shaw-shared-layers", ["{d}.key_embeddings", "{d}.value_embeddings"]),
-        (
-            "transformer_xl-shared-biases",
-            ["{a0}.position_projection", "{a1}.position_projection", "{d}.content_bias", "{d}.position_bias"],
-        ),
-        ("da_transformer-no-relu", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("distance_weight", "saturation")]),
-        ("kerple-default", ["{d}.raw_scale", "{d}.raw_rate"]),
-        ("kerple-power-per-layer", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent")]),
-        ("bam-default", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent")]),
-        ("bam-centre", [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("raw_scale", "raw_exponent", "centre")]),
-        ("bam-shared-layers", ["{d}.raw_scale", "{d}.raw_exponent"]),
-        ("cope-few", ["{a0}.position_embeddings", "{a1}.position_embeddings"]),
-        ("cope-shared-layers", ["{d}.position_embeddings"]),
-        (
-            "fire-near",
-            [f"{{a{n}}}.{p}" for n in (0, 1) for p in ("input_weight", "input_bias", "output_weight", "rate", "reach")],
-        ),
-        ("sinusoidal-every-layer-trained", ["{d}.log_ratios"]),
-        ("sinusoidal-trained-in-radians", ["{d}.frequencies"]),
-        ("learned-every-layer", ["{d}.table"]),
-        ("learned-table-per-layer", ["{l0}.table", "{l1}.table"]),
-    ],
-)
-def test_parameter_names_in_a_checkpoint(family, case_id, keys):
-    case = next(case for case in CASES if case.id == case_id)
-    model = tiny(family)
-    stock = set(model.state_dict())
-    patch_model(model, case.scheme, **case.hyperparameters)
-    decoder, attention = ("transformer", "h.{}.attn") if family == "gpt2" else ("model", "layers.{}.self_attn")
-    places = {"d": f"{decoder}.posenc"}
-    for n in (0, 1):
-        places[f"a{n}"] = f"{decoder}.{attention.format(n)}.posenc"
-        places[f"l{n}"] = f"{decoder}.{attention.format(n).rpartition('.')[0]}.posenc"
-    markers = {f"{places[layer].removesuffix('posenc')}hf_posenc_{case.scheme}" for layer in ("l0", "l1")}
-    assert set(model.state_dict()) - stock == markers | {key.format(**places) for key in keys}
+def test_where_training_starts():
+    """First values of the parameters: neutral where a scheme can be, or as the authors' code draws them."""
+    dims = Dims(num_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=24, num_layers=2)
+    starts = {
+        "transformer_xl-default": {"position_projection": 0.02, "content_bias": 0, "position_bias": 0},
+        "shaw-per-head": {"key_embeddings": 0.02, "value_embeddings": 0.02},
+        "alibi-trained": {"slopes": paper_slopes(4)},
+        "alibi-trained-own-slopes": {"slopes": [0.9, 0.3, 0.0, 0.01]},
+        "da_transformer-default": {"distance_weight": 0, "saturation": 0},
+        "cope-default": {"position_embeddings": 0},
+        "fire-far": {"input_weight": None, "input_bias": None, "output_weight": None, "rate": [0.1], "reach": [1.0]},
+    }
+    for case_id, wanted in starts.items():
+        module, parameters = build(BY_ID[case_id], dims)
+        module.reset_parameters()
+        assert parameters.keys() == wanted.keys()
+        assert not list(module.buffers()), f"{case_id}: buffers would be left uninitialised by from_pretrained"
+        for name, start in wanted.items():
+            if start is None:  # as torch's linear layers
+                assert 0.05 < parameters[name].abs().max() <= 1, f"{case_id}: {name}"
+            elif isinstance(start, float):
+                assert 0.6 * start < parameters[name].std() < 1.5 * start, f"{case_id}: {name}"
+            else:
+                expected = torch.tensor(start).to(parameters[name])
+                assert torch.equal(parameters[name], expected.expand_as(parameters[name])), f"{case_id}: {name}"

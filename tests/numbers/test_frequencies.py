@@ -6,30 +6,18 @@ import pytest
 import torch
 from families import tiny, tokens
 from situations import DIFFERENT, distance
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import analysis, export_stock, from_pretrained, patch_model, schemes_of, unpatch_model, verify
-from hf_posenc.evaluation import measure_recurrence
-from hf_posenc.schemes.base import depends_on_length
 
 OWN = (1.0, 0.3, 0.02, 0.0)
 SOFT_CLIP = {"name": "soft_clip", "pairs": 3}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 0.1,
-    "high_freq_factor": 1.0,
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 0.1, "high_freq_factor": 1.0,
     "original_max_position_embeddings": 16,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LENGTHS = (20, 90, 20)
 """Below and beyond the 64 positions of a tiny model, and below again."""
-
-
-def halved(frequencies):
-    return [w / 2 for w in frequencies]
 
 
 EDITS = {
@@ -38,8 +26,6 @@ EDITS = {
     "hope": {"name": "hope", "length": 40},
     "abf": {"name": "abf", "factor": 9.0},
     "ntk": {"name": "ntk", "factor": 4.0},
-    "function": halved,
-    "tensor": lambda frequencies: torch.tensor(frequencies, dtype=torch.float64) / 2,
 }
 
 
@@ -107,36 +93,6 @@ def test_a_cache_is_recomputation_beyond_the_length():
     torch.testing.assert_close(torch.cat([first.logits, rest], 1), whole, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_bases_own_frequencies_are_the_base(family):
-    model = tiny(family)
-    expected = seen(model)
-    assert_equal(seen(patch_model(model, "rope", frequencies=tuple)), expected)
-
-
-def test_transformers_scalings_as_edits():
-    """Peers: the numbers of ROPE_INIT_FUNCTIONS, given as frequencies, and NTK as `dynamic` at one length."""
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
-    for kind, own in (("llama3", LLAMA3), ("linear", {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0})):
-        config.rope_parameters = dict(own)
-        numbers, factor = ROPE_INIT_FUNCTIONS[kind](config)
-        assert factor == 1
-        stock, ids = tiny("llama", rope_parameters=own), tokens(2, 90)
-        mine = patch_model(tiny("llama"), "rope", frequencies=numbers.tolist())
-        torch.testing.assert_close(mine(ids).logits, stock(ids).logits, atol=2e-5, rtol=1e-4)
-
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-    # (factor length / 16 - factor + 1) is 5 at 32 tokens
-    numbers, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, seq_len=32)
-    model = patch_model(tiny("llama"), "rope", rope_theta=100.0, frequencies={"name": "ntk", "factor": 5.0})
-    (found,) = analysis.frequencies(model)
-    torch.testing.assert_close(found.frequencies, numbers.double(), rtol=1e-6, atol=0)
-
-    stock = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
-    model = patch_model(tiny("llama"), "rope", rope_theta=100.0, frequencies={"name": "abf", "factor": 50.0})
-    assert model(ids).logits.equal(stock(ids).logits)
-
-
 def test_edits_act_on_each_layer_types_own_frequencies():
     """Gemma 3 rotates by 10,000 in windows and by 1,000,000 beyond: one list of numbers fits neither."""
     with pytest.raises(ValueError, match="frequencies of their own: give frequencies as a dict with sliding_attention"):
@@ -163,67 +119,11 @@ def test_edits_act_on_a_scaled_base():
     (after,) = analysis.frequencies(model)
     torch.testing.assert_close(after.frequencies[:3], before.frequencies[:3], rtol=1e-6, atol=0)
     assert after.frequencies[3] < 1e-20 < before.frequencies[3]
-    for edit in (SOFT_CLIP, halved):
-        with pytest.raises(ValueError, match="yarn multiplies cosines and sines as well: give scaling='none'"):
-            patch_model(tiny("llama", rope_parameters=YARN), "rope", frequencies=edit)
+    with pytest.raises(ValueError, match="yarn multiplies cosines and sines as well: give scaling='none'"):
+        patch_model(tiny("llama", rope_parameters=YARN), "rope", frequencies=SOFT_CLIP)
     dynamic = {"rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(ValueError, match="dynamic depend on the length"):
         patch_model(tiny("llama"), "rope", frequencies=SOFT_CLIP, scaling=dynamic)
     stock = tiny("llama", rope_parameters={**YARN, "rope_theta": 300.0})
     model = patch_model(tiny("llama", rope_parameters=YARN), "rope", frequencies={"name": "abf", "factor": 3.0})
     assert model(tokens(2, 90)).logits.equal(stock(tokens(2, 90)).logits)
-
-
-def test_numbers_take_the_place_of_everything_else():
-    for arguments, words in (
-        ({"scaling": {"rope_type": "linear", "factor": 2.0}}, "scaling would not be read"),
-        ({"rope_theta": 50.0}, "rope_theta would not be read"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            patch_model(tiny("llama"), "rope", frequencies=OWN, **arguments)
-    with pytest.raises(ValueError, match="this base has a scaling of type llama3: give scaling='none'"):
-        patch_model(tiny("llama", rope_parameters=LLAMA3), "rope", frequencies=OWN)
-    ids = tokens()
-    model = patch_model(tiny("llama", rope_parameters=LLAMA3), "rope", frequencies=OWN, scaling="none")
-    other = patch_model(tiny("llama"), "rope", frequencies=OWN)
-    torch.testing.assert_close(model(ids).logits, other(ids).logits, atol=2e-5, rtol=1e-4)
-
-
-def test_layers_with_frequencies_of_their_own(tmp_path):
-    """One layer is clipped. No stock class has two rotations, so the export is refused."""
-    base, model, ids = tiny("llama"), tiny("llama"), tokens(2, 30)
-    patch_model(model, "rope", layers=(1,), frequencies=OWN)
-    with torch.no_grad():
-        outputs, stock = (each(ids, output_hidden_states=True).hidden_states for each in (model, base))
-        every = patch_model(tiny("llama"), "rope", frequencies=OWN)
-        layer = every.model.layers[1]
-        rotation = every.model.rotary_emb(outputs[1], torch.arange(30)[None])
-        expected = layer(outputs[1], position_embeddings=rotation)
-    assert outputs[1].equal(stock[1])
-    torch.testing.assert_close(outputs[2], every.model.norm(expected), atol=1e-5, rtol=1e-4)
-    assert distance(outputs[2], stock[2]) > DIFFERENT
-    assert verify(model).ok
-    model.save_pretrained(tmp_path / "patched")
-    assert from_pretrained(tmp_path / "patched")(ids).logits.equal(model(ids).logits)
-    with pytest.raises(Exception, match="no stock class computes rope"):
-        export_stock(model, tmp_path / "stock")
-
-
-def test_one_list_for_every_length_is_no_obstacle():
-    """Memory and divided sequences refuse frequencies that depend on the length, and take these."""
-    model = patch_model(tiny("llama"), "rope", frequencies=SOFT_CLIP)
-    parameters = model.config.rope_parameters
-    assert not depends_on_length(parameters)
-    assert depends_on_length({**parameters, "long_factor": [2.0] * 4})
-    assert measure_recurrence(model, [tokens(1, 60)[0]], segment=16, memory=16).perplexity.nll > 0
-
-
-def test_a_function_that_returns_nonsense():
-    model = tiny("llama")
-    for function, words in (
-        (lambda w: w[:2], "2 frequencies were given, and 4 pairs"),
-        (lambda w: [float("nan")] * 4, "0 to pi"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            patch_model(model, "rope", frequencies=function)
-    assert not hasattr(model.config, "position_encoding")

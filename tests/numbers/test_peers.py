@@ -7,19 +7,17 @@ would only say that positions do not matter to the tiny models of this test.
 import pytest
 import torch
 import transformers
-from cases import SCALINGS, TRAINED
-from families import LEARNED, ROTARY, VOCAB_SIZE, tiny, tokens
-from transformers.models.gptj.modeling_gptj import GPTJAttention
+from families import LEARNED, VOCAB_SIZE, tiny, tokens
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
-from hf_posenc import patch_model, patched
-from hf_posenc.attention_call import Call
-from hf_posenc.dims import Dims
+from hf_posenc import patched
+from hf_posenc.core.attention_call import Call
+from hf_posenc.core.dims import Dims
+from hf_posenc.core.positions import Positions
+from hf_posenc.core.registry import scheme_class
 from hf_posenc.engines import reference
-from hf_posenc.positions import Positions
-from hf_posenc.registry import scheme_class
 
 TOLERANCE = 1e-4  # two float32 implementations, different kernels, values of order 1 after two layers
 DIFFERENT = 100 * TOLERANCE
@@ -54,9 +52,6 @@ def shaken(model):
     for parameter in model.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
-
-
-# ----------------------------------------------------------------------------------------- weights of a peer into a GPT-2
 
 
 def head_by_head(fused: torch.Tensor) -> torch.Tensor:
@@ -97,9 +92,6 @@ def with_scheme(model, scheme: str, ids: torch.Tensor, hyperparameters=(), **inp
         return hidden(model, ids, **inputs)
 
 
-# ------------------------------------------------------------------------------------------------------------------ alibi
-
-
 @pytest.mark.parametrize("left_padding", [0, 5])
 def test_alibi_on_gpt2_is_bloom(left_padding):
     config = transformers.BloomConfig(
@@ -135,27 +127,7 @@ def test_alibi_on_gpt2_is_bloom(left_padding):
     )
 
 
-def test_alibi_on_gpt2_is_mpt():
-    config = transformers.MptConfig(
-        vocab_size=VOCAB_SIZE, d_model=WIDTH, n_layers=2, n_heads=HEADS, max_seq_len=64, initializer_range=0.2
-    )
-    mpt = shaken(transformers.MptModel(config))
-    blocks = [
-        (b.norm_1, b.attn.Wqkv, b.attn.out_proj, b.norm_2, b.ffn.up_proj, b.ffn.down_proj, lambda rows: rows)
-        for b in mpt.blocks
-    ]
-    gpt2 = gpt2_like("gelu", mpt.wte.weight, mpt.norm_f, blocks)
-    ids = tokens()
-    assert_peers(
-        with_scheme(gpt2, "alibi", ids),
-        mpt(ids).last_hidden_state,
-        unpatched=hidden(gpt2, ids),
-        nope=with_scheme(gpt2, "nope", ids),
-        da_transformer=with_scheme(gpt2, "da_transformer", ids),
-    )
-
-
-@pytest.mark.parametrize("num_heads", [2, 3, 6, 8, 12, 20])
+@pytest.mark.parametrize("num_heads", [3, 8, 12, 20])
 def test_alibi_has_the_bias_of_mpt_and_bloom(num_heads):
     """Queries of zero leave the bias alone: weights are its softmax."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -169,166 +141,6 @@ def test_alibi_has_the_bias_of_mpt_and_bloom(num_heads):
     bloom = build_alibi_tensor(torch.ones(1, length, dtype=torch.long), num_heads, torch.float32)
     for bias in (mpt, bloom):
         assert_peers(weights[0, :, -1], bias[:, 0].softmax(-1), uniform=torch.full((num_heads, length), 1 / length))
-
-
-# ------------------------------------------------------------------------------------------------------------------- rope
-
-
-def gpt_neox(**rope_parameters):
-    config = transformers.GPTNeoXConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        max_position_embeddings=TRAINED,
-        initializer_range=0.2,
-        use_parallel_residual=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0, **rope_parameters},
-    )
-    neox = shaken(transformers.GPTNeoXModel(config))
-    blocks = [
-        (
-            layer.input_layernorm,
-            layer.attention.query_key_value,
-            layer.attention.dense,
-            layer.post_attention_layernorm,
-            layer.mlp.dense_h_to_4h,
-            layer.mlp.dense_4h_to_h,
-            head_by_head,
-        )
-        for layer in neox.layers
-    ]
-    return neox, gpt2_like("gelu", neox.embed_in.weight, neox.final_layer_norm, blocks)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
-def test_rope_on_gpt2_is_gpt_neox(share):
-    neox, gpt2 = gpt_neox(partial_rotary_factor=share)
-    ids = tokens()
-    rope = {"rope_theta": 100.0, "partial_rotary_factor": share}
-    others = {
-        "unpatched": hidden(gpt2, ids),
-        "nope": with_scheme(gpt2, "nope", ids),
-        "other base": with_scheme(gpt2, "rope", ids, {**rope, "rope_theta": 5.0}),
-        "other share": with_scheme(gpt2, "rope", ids, {**rope, "partial_rotary_factor": 0.75}),
-        "interleaved": with_scheme(gpt2, "rope", ids, {**rope, "layout": "interleaved"}),
-    }
-    if (
-        share == 0.25
-    ):  # the one pair that turns is (0, 1) in both layouts, and turns by 1 radian per token whatever the base
-        del others["interleaved"], others["other base"]
-    assert_peers(with_scheme(gpt2, "rope", ids, rope), neox(ids).last_hidden_state, **others)
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_scaling_on_gpt2_is_gpt_neox(kind):
-    neox, gpt2 = gpt_neox(**SCALINGS[kind])
-    gpt2.config.n_positions = TRAINED  # what the scalings start from
-    rope = {"rope_theta": 100.0, "scaling": SCALINGS[kind]}
-    ids = tokens(length=TRAINED + 8)
-    assert_peers(
-        with_scheme(gpt2, "rope", ids, rope),
-        neox(ids).last_hidden_state,
-        unpatched=hidden(gpt2, ids),
-        unscaled=with_scheme(gpt2, "rope", ids, {"rope_theta": 100.0}),
-    )
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_interleaved_rope_on_gpt2_is_the_rotation_of_gptj(share):
-    """GPT-J runs attention and MLP side by side, so their attentions are compared, on the same hidden states."""
-    gpt2 = shaken(tiny("gpt2", n_embd=WIDTH, n_head=HEADS))
-    config = transformers.GPTJConfig(
-        vocab_size=VOCAB_SIZE, n_embd=WIDTH, n_head=HEADS, n_layer=1, rotary_dim=int(HEAD_DIM * share), n_positions=64
-    )
-    gptj = GPTJAttention(config, layer_idx=0).eval()
-    attention = gpt2.transformer.h[0].attn
-    attention.c_attn.bias.zero_()  # GPT-J has none
-    attention.c_proj.bias.zero_()
-    for target, weight in zip(
-        (gptj.q_proj, gptj.k_proj, gptj.v_proj, gptj.out_proj),
-        (*attention.c_attn.weight.T.chunk(3), attention.c_proj.weight.T),
-        strict=True,
-    ):
-        target.weight.copy_(weight)
-
-    length = 24
-    position_ids = torch.arange(length)[None]
-    mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
-    states = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(3))
-
-    def attend(scheme, **hyperparameters):
-        with patched(gpt2, scheme, **hyperparameters):
-            return gpt2.transformer.h[0].attn(states, attention_mask=mask, position_ids=position_ids)[0]
-
-    rope = {"partial_rotary_factor": share}
-    assert_peers(
-        attend("rope", layout="interleaved", **rope),
-        gptj(states, attention_mask=mask, position_ids=position_ids)[0],
-        unpatched=attention(states, attention_mask=mask)[0],
-        halves=attend("rope", layout="half", **rope),
-        other_base=attend("rope", layout="interleaved", rope_theta=100.0, **rope),
-    )
-
-
-@pytest.mark.parametrize("family", ROTARY)
-def test_rope_with_the_bases_own_parameters_is_the_base_bit_for_bit(family):
-    # GPT-NeoX: more than the one pair of each head that a quarter of 8 dimensions is.
-    config = {
-        "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    }
-    model = tiny(family, **config.get(family, {}))
-    ids = tokens()
-    stock = model(ids).logits
-    with patched(model, "rope"):
-        assert torch.equal(model(ids).logits, stock)
-    with patched(model, "rope", rope_theta=7.0):
-        assert difference(model(ids).logits, stock) > DIFFERENT
-    with patched(model, "nope"):
-        assert difference(model(ids).logits, stock) > DIFFERENT
-
-
-def llama_with(parameters=None, **config):
-    parameters = {"rope_type": "default", **(parameters or {}), "rope_theta": 100.0}
-    return tiny("llama", max_position_embeddings=TRAINED, rope_parameters=parameters, **config)
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_scaling_on_llama_is_transformers_own(kind):
-    """At a length below the trained one, beyond it, and below it again: two of the scalings switch in between."""
-    peer = llama_with(SCALINGS[kind])
-    model, base = llama_with(), llama_with()
-    for each in (model, base):
-        each.load_state_dict(peer.state_dict())
-    patch_model(model, "rope", scaling=SCALINGS[kind])
-    others = [patch_model(llama_with(), "rope", scaling=SCALINGS[other]) for other in SCALINGS if other != kind]
-    for length in (TRAINED - 6, TRAINED + 20, TRAINED - 6):
-        ids = tokens(length=length)
-        ours, theirs = model(ids).logits, peer(ids).logits
-        assert difference(ours, theirs) <= TOLERANCE
-        if length > TRAINED:
-            assert_peers(
-                ours, theirs, unpatched=base(ids).logits, **{str(n): m(ids).logits for n, m in enumerate(others)}
-            )
-
-
-# ------------------------------------------------------------------------------------------------------------------- nope
-
-
-def test_nope_on_llama_is_smollm3_without_rotation():
-    llama = shaken(tiny("llama"))
-    shape = dict(rms_norm_eps=llama.config.rms_norm_eps, tie_word_embeddings=False)
-    peer, rotating = (tiny("smollm3", no_rope_layers=[turns, turns], **shape) for turns in (0, 1))
-    for model in (peer, rotating):
-        model.load_state_dict(llama.state_dict())
-    ids = tokens()
-    with patched(llama, "nope"):
-        ours = llama(ids).logits
-    assert_peers(ours, peer(ids).logits, unpatched=llama(ids).logits, rotating=rotating(ids).logits)
-
-
-# --------------------------------------------------------------------------------------------------------- transformer_xl
 
 
 @pytest.mark.parametrize("attn_type", ["bi", "uni"])
@@ -358,7 +170,9 @@ def test_transformer_xl_is_the_relative_attention_of_xlnet(attn_type, queries, k
         attn_mask=causal,
     ).transpose(0, 1)
 
-    module = scheme_class("transformer_xl")().build(Dims(HEADS, HEADS, HEAD_DIM, WIDTH, 1))
+    module = scheme_class("transformer_xl")(frequencies=WIDTH // 2, longest=10000).build(
+        Dims(HEADS, HEADS, HEAD_DIM, WIDTH, 1)
+    )
     weights = {
         "position_projection": peer.r.flatten(1).T,
         "content_bias": peer.r_w_bias,
@@ -380,11 +194,8 @@ def test_transformer_xl_is_the_relative_attention_of_xlnet(attn_type, queries, k
     )
 
 
-# -------------------------------------------------------------------------------------------------------- added positions
-
-
 @pytest.mark.parametrize("family", LEARNED)
-@pytest.mark.parametrize("rows", [None, 64, 30], ids=["default", "all-rows", "fewer-rows"])
+@pytest.mark.parametrize("rows", [None, 30], ids=["default", "fewer-rows"])
 def test_native_learned_positions_are_the_base_bit_for_bit(family, rows):
     model = tiny(family)
     ids = tokens()
@@ -413,24 +224,6 @@ def test_interleaved_sinusoids_are_xlms():
     length, size = 300, 16
     peer = create_sinusoidal_embeddings(length, size, torch.empty(length, size))
     assert_peers(sinusoids("interleaved", size, length), peer, split=sinusoids("split", size, length))
-
-
-def test_sinusoids_on_gpt2_are_gpt2_with_marians_table():
-    """The whole way: a stock GPT-2 whose trained table is overwritten by Marian's."""
-    model, peer = tiny("gpt2"), tiny("gpt2")
-    table = MarianSinusoidalPositionalEmbedding(64, model.config.n_embd).create_weight()
-    peer.transformer.wpe.weight.copy_(table)
-    ids = tokens()
-    assert_peers(
-        with_scheme(model, "sinusoidal", ids, {"layout": "split", "scale": 1.0}),
-        hidden(peer, ids),
-        unpatched=hidden(model, ids),
-        interleaved=with_scheme(model, "sinusoidal", ids, {"layout": "interleaved", "scale": 1.0}),
-        half_as_large=with_scheme(model, "sinusoidal", ids, {"layout": "split", "scale": 0.5}),
-    )
-
-
-# -------------------------------------------------------------------------------------------------------------------- T5
 
 
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20)])

@@ -1,6 +1,5 @@
 """RoPE without hyper-parameters is the base itself: whatever rotation the base has, and nobody's parameter is dropped."""
 
-import inspect
 import json
 
 import pytest
@@ -11,13 +10,11 @@ from families import LENGTH, ROTARY, tiny, tokens
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from matrix import matrix
 from situations import DIFFERENT, distance
-from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc
-from hf_posenc import export_stock, from_pretrained, patch_model, patched, unpatch_model, verify
-from hf_posenc.registry import family_for, supported_model_types
-from hf_posenc.schemes.rope import WITH_LENGTH, Rope
+from hf_posenc import export_stock, from_pretrained, patch_model, patched, unpatch_model
+from hf_posenc.core.registry import family_for, supported_model_types
 
 ORIGINAL = 16
 LENGTHS = (ORIGINAL - 6, ORIGINAL + 8, LENGTH + 8, ORIGINAL - 6)  # below, beyond, far beyond, and below again
@@ -99,13 +96,6 @@ def test_every_type_of_transformers_is_here():
     assert set(TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
-def test_what_is_left_out():
-    """Pairs that transformers refuses to build or to run, so that there is no base to compare with."""
-    refused = {(family, kind) for family in ROTARY for kind in TYPES if base(family, kind) is None}
-    only_longrope = {("phi3", kind) for kind in TYPES if kind not in ("default", "longrope")}
-    assert refused == only_longrope | {("phi", "proportional")}
-
-
 PAIRS = [
     (family, kind)
     for family in ROTARY
@@ -114,7 +104,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.rows(default=4)
+@pytest.mark.rows(default=4, slow=24)
 @matrix(PAIRS, family=None, kind=None)
 def test_rope_alone_is_the_base_bit_for_bit(family, kind, tmp_path):
     """Live, loaded from its checkpoint, and exported as a stock checkpoint; and `scaling='none'` is another model."""
@@ -155,6 +145,7 @@ def test_rope_alone_is_the_base_bit_for_bit(family, kind, tmp_path):
 SAID = ("rope_theta", "partial_rotary_factor", "scaling")
 
 
+@pytest.mark.rows(default=2, slow=5)
 @pytest.mark.parametrize("family", ROTARY)
 def test_a_new_base_of_frequencies_keeps_the_scaling(family):
     kind = "longrope" if family == "phi3" else "linear"
@@ -166,24 +157,6 @@ def test_a_new_base_of_frequencies_keeps_the_scaling(family):
     theirs = tiny(family, rope_parameters=own if family == "gemma3" else made, **extra)
     theirs.generation_config.eos_token_id = None
     assert_equal(seen(patch_model(model, "rope", rope_theta=7.0)), seen(theirs))
-
-
-def test_layers_that_do_not_rotate_stay_so(tmp_path):
-    model = tiny("smollm3", no_rope_layers=[1, 0])
-    expected = model(tokens()).logits
-    patch_model(model, "rope")
-    assert model(tokens()).logits.equal(expected)
-    report = verify(model)
-    assert report.ok
-    assert [layer.expected for layer in report.layers] == [True, False]
-    with torch.no_grad():
-        unpatch_model(model)
-        patch_model(model, "rope", rope_theta=7.0)
-        assert verify(model).ok
-        assert [bool(layer.self_attn.use_rope) for layer in model.model.layers] == [True, False]
-        export_stock(model, tmp_path)
-        stock = transformers.SmolLM3ForCausalLM.from_pretrained(tmp_path)
-        assert stock(tokens()).logits.equal(model(tokens()).logits)
 
 
 def test_layer_types_are_scaled_one_by_one():
@@ -205,19 +178,14 @@ def test_layer_types_are_scaled_one_by_one():
         patch_model(tiny("llama"), "rope", rope_theta={"full_attention": 5.0})
 
 
-# ------------------------------------------------------------------------------------------- parameters that nobody reads
-
-
 def refuse(scaling, message, family="llama", **hyperparameters):
     model = tiny(family)
-    if family == "gpt_neox":  # more than the one pair that a quarter of 8 dimensions is
-        hyperparameters["partial_rotary_factor"] = 0.5
     with pytest.raises(ValueError, match=message):
         patch_model(model, "rope", scaling=scaling, **hyperparameters)
     assert not hasattr(model.config, "position_encoding")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma3"])
 def test_a_parameter_that_transformers_does_not_read(family):
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
     refuse(dynamic, "dynamic has no parameter original_max_position_embeddings; it has factor", family)
@@ -231,122 +199,7 @@ def test_a_parameter_that_transformers_does_not_read(family):
         refuse({"rope_type": "yarn", "factor": 2.0, "truncate": False}, "no parameter truncate", family)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "default"])
-def test_what_a_type_needs_is_named(kind):
-    refuse({"rope_type": kind}, r"needs \w*factor") if kind != "proportional" else None
-    refuse({"rope_type": kind, **parameters("llama", kind), "oops": 1.0}, "beside scaling, not in it")
-
-
-def test_a_base_with_parameters_that_nobody_reads_is_still_the_base():
-    stray = {"rope_type": "linear", "factor": 3.0, "rope_theta": 100.0, "finetuned": True, "mrope_section": [1, 1, 2]}
-    model = tiny("llama", rope_parameters=stray)
-    expected = model(tokens()).logits
-    patch_model(model, "rope")
-    assert model(tokens()).logits.equal(expected)
-    assert model.config.position_encoding["schemes"][0]["scaling"] == {"rope_type": "linear", "factor": 3.0}
-    ignored = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}  # LLaMA turns whole heads
-    model = tiny("llama", rope_parameters=ignored)
-    expected = model(tokens()).logits
-    assert patch_model(model, "rope")(tokens()).logits.equal(expected)
-    assert model.config.position_encoding["schemes"][0]["partial_rotary_factor"] == 1.0
-
-
-def test_the_length_that_phi3_keeps_beside_its_parameters_follows_them(tmp_path):
-    """transformers prefers `config.original_max_position_embeddings` to the one in `rope_parameters`."""
-    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 4.0}
-    model = patch_model(tiny("phi3"), "rope", scaling={**scaling, "original_max_position_embeddings": ORIGINAL})
-    short, long = (
-        patch_model(tiny("phi3"), "rope", scaling={**scaling, "original_max_position_embeddings": length})
-        for length in (ORIGINAL, 4096)
-    )
-    ids = tokens(2, ORIGINAL + 6)
-    assert distance(short(ids).logits, long(ids).logits) > DIFFERENT
-    model.save_pretrained(tmp_path)
-    assert from_pretrained(tmp_path)(ids).logits.equal(model(ids).logits)
-    assert model.config.original_max_position_embeddings == ORIGINAL
-
-
-# ------------------------------------------------------------------------------------------ checkpoints of version 0.1.0
-
-
-def as_written_by_0_1_0(folder, rope_parameters):
-    """Turn a saved patched checkpoint into what version 0.1.0 wrote: what was not given is null, null scaling is none."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config.pop("hf_posenc_digests", None)
-    config["position_encoding"] = {
-        "scheme": "rope",
-        "rope_theta": None,
-        "layout": "half",
-        "partial_rotary_factor": None,
-        "scaling": None,
-        "hf_posenc_version": "0.1.0",
-    }
-    if rope_parameters is not None:
-        config["rope_parameters"] = rope_parameters
-    path.write_text(json.dumps(config))
-
-
-def test_a_checkpoint_of_0_1_0_has_no_scaling(tmp_path):
-    llama3 = parameters("llama", "llama3")
-    model = patch_model(tiny("llama", rope_parameters=llama3), "rope", scaling="none")
-    expected = model(tokens()).logits
-    model.save_pretrained(tmp_path)
-    as_written_by_0_1_0(tmp_path, {"rope_type": "default", "rope_theta": 100.0})
-    loaded = from_pretrained(tmp_path)
-    assert loaded(tokens()).logits.equal(expected)
-    assert loaded.config.position_encoding["schemes"][0]["scaling"] == "none"
-    loaded.save_pretrained(tmp_path / "again")
-    assert from_pretrained(tmp_path / "again")(tokens()).logits.equal(expected)
-
-    model = patch_model(tiny("gpt2"), "rope", rope_theta=10000.0)
-    expected = model(tokens()).logits
-    model.save_pretrained(tmp_path / "gpt2")
-    as_written_by_0_1_0(tmp_path / "gpt2", None)
-    assert from_pretrained(tmp_path / "gpt2")(tokens()).logits.equal(expected)
-
-
-def test_a_smollm3_of_0_1_0_rotates_in_every_layer(tmp_path):
-    model = patch_model(tiny("smollm3", no_rope_layers=[1, 1]), "rope")
-    expected = model(tokens()).logits
-    model.config.no_rope_layers = [1, 0]  # what 0.1.0 left in the config, while every layer was rotated
-    model.save_pretrained(tmp_path / "old")
-    as_written_by_0_1_0(tmp_path / "old", None)
-    loaded = from_pretrained(tmp_path / "old")
-    assert loaded(tokens()).logits.equal(expected)
-    export_stock(loaded, tmp_path / "stock")
-    assert transformers.SmolLM3ForCausalLM.from_pretrained(tmp_path / "stock")(tokens()).logits.equal(expected)
-
-
-# ------------------------------------------------------------------------------------- what is assumed of transformers
-
-
-def test_which_types_know_the_length_of_the_training():
-    """`standardize_rope_params` fills it in for these, and their functions cannot do without it."""
-    for kind in ROPE_INIT_FUNCTIONS:
-        config = LlamaConfig(max_position_embeddings=77, hidden_size=32, num_attention_heads=4)
-        config.rope_parameters = {**parameters("llama", kind)}
-        config.rope_parameters.pop("original_max_position_embeddings", None)
-        config.standardize_rope_params()
-        assert ("original_max_position_embeddings" in config.rope_parameters) == (kind in WITH_LENGTH)
-
-
-def test_parameters_are_read_from_the_dict_that_the_config_holds():
-    """Which is how we know what transformers reads: through `[]` and `get` of that object, not of a copy."""
-    from hf_posenc.upstream.rotary import _RecordedParameters
-
-    for kind, function in ROPE_INIT_FUNCTIONS.items():
-        config = LlamaConfig(max_position_embeddings=LENGTH, hidden_size=32, num_attention_heads=4)
-        asked = _RecordedParameters({**parameters("llama", kind), "nobody": 1.0})
-        config.rope_parameters = asked
-        function(config)
-        assert config.rope_parameters is asked
-        assert asked.unread() == {"nobody"}, kind
-        assert {"rope_theta"} <= asked.keys_read
-    assert "rope_parameters" in inspect.getsource(transformers.models.llama.modeling_llama.LlamaRotaryEmbedding)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox", "phi"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_p_rope_turns_the_fastest_pairs_of_whole_heads(family):
     """Three quarters of the pairs, with the frequencies of whole heads; also where the base turns a part of each head."""
     model = patch_model(tiny(family), "rope", scaling={"rope_type": "proportional"}, partial_rotary_factor=0.75)
@@ -358,19 +211,12 @@ def test_p_rope_turns_the_fastest_pairs_of_whole_heads(family):
     assert not model(ids).logits.allclose(patch_model(tiny(family), "rope", rope_theta=10000.0)(ids).logits, atol=1e-2)
 
 
-def test_resolved_is_resolved():
-    for kind in TYPES:
-        own = parameters("llama", kind)
-        once = Rope().with_base(own, LENGTH, tuple(ROPE_INIT_FUNCTIONS))
-        assert once.with_base({"rope_type": "default", "rope_theta": 1.0}, 5, tuple(ROPE_INIT_FUNCTIONS)) == once
-        assert Rope.parse(json.loads(json.dumps(once.hyperparameters()))) == once
-    assert family_for("smollm3").rotation.config_switches in transformers.SmolLM3Config().to_dict()
+LATENT = [
+    t for t in supported_model_types() if t in transformers.CONFIG_MAPPING and family_for(t).rotation.parameter_rescales
+]
 
 
-LATENT = [t for t in supported_model_types() if t in transformers.CONFIG_MAPPING and family_for(t).rotation.rescales]
-
-
-@pytest.mark.rows(default=2)
+@pytest.mark.rows(default=2, slow=4)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", LATENT)
 def test_a_scaling_that_the_attention_reads_as_well(model_type, tmp_path):
@@ -395,13 +241,122 @@ def test_a_scaling_that_the_attention_reads_as_well(model_type, tmp_path):
         assert logits(unpatch_model(model)).equal(before)
 
 
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}
+
+
 @torch.no_grad()
-def test_a_scaling_in_some_layers_that_the_attention_reads_as_well(tmp_path):
-    """Layers that are named one after the other are those that are named at once."""
-    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
-    scaling |= {"mscale": 1.0, "mscale_all_dim": 0.5}
-    model = patch_model(decoder("deepseek_v3"), [Rope(layers=[n], scaling=scaling) for n in (0, 1)])
-    expected = patch_model(decoder("deepseek_v3"), "rope", scaling=scaling)(tokens(1), use_cache=False).logits
-    torch.testing.assert_close(model(tokens(1), use_cache=False).logits, expected)
-    model.save_pretrained(tmp_path)
-    assert from_pretrained(tmp_path)(tokens(1), use_cache=False).logits.allclose(expected)
+def test_a_scaling_of_the_bases_own_type_changes_what_it_names():
+    """DeepSeek's `mscale_all_dim` is a factor on scores; gpt-oss does not truncate."""
+    ids = tokens(1, 40)
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    for model_type, extra in (
+        ("deepseek_v3", MSCALE),
+        ("gpt_oss", {"truncate": False, "beta_fast": 2.0, "beta_slow": 0.05}),
+    ):
+        base, stock = (decoder(model_type, rope_parameters={**yarn, **extra, "factor": s}) for s in (4.0, 8.0))
+        expected = stock(ids, use_cache=False).logits
+        model = patch_model(base, "rope", scaling={"rope_type": "yarn", "factor": 8.0})
+        assert model(ids, use_cache=False).logits.equal(expected), model_type
+        others = decoder(model_type, rope_parameters={**yarn, "factor": 8.0})(ids, use_cache=False).logits
+        assert distance(others, expected) > 1e-4  # what the other keys are worth
+    attended = decoder("llama", rope_parameters={**yarn, "attention_factor": 1.3})
+    with pytest.raises(ValueError, match=r"mscale would not be read: .*attention_factor=None takes the base's away"):
+        patch_model(attended, "rope", scaling={"rope_type": "yarn", **MSCALE})
+    patch_model(attended, "rope", scaling={"rope_type": "yarn", "attention_factor": None, **MSCALE})
+    assert attended.model.rotary_emb.attention_scaling == 1.0
+
+
+@torch.no_grad()
+def test_proportional_is_a_rotation_of_its_own():
+    """Gemma 4 turns a quarter of its wide heads by the frequencies of whole heads."""
+    base, ids = decoder("gemma4_text"), tokens(1)
+    own = base.config.rope_parameters
+    halved = {**own, "full_attention": {**own["full_attention"], "factor": 2.0}}
+    assert own["full_attention"]["rope_type"] == "proportional"
+    expected = decoder("gemma4_text", rope_parameters=halved)(ids, use_cache=False).logits
+    for kind in ("linear", "yarn"):
+        with pytest.raises(
+            ValueError, match=r"would rotate other pairs.*'full_attention': {'rope_type': 'proportional'"
+        ):
+            patch_model(base, "rope", scaling={"full_attention": {"rope_type": kind, "factor": 2.0}})
+    with patched(base, "rope", scaling={"full_attention": {"rope_type": "proportional", "factor": 2.0}}):
+        assert base(ids, use_cache=False).logits.equal(expected)
+    before = base(ids, use_cache=False).logits
+    assert distance(before, expected) > DIFFERENT
+    with patched(base, "rope", scaling="none"):
+        assert base(ids, use_cache=False).logits.equal(before)
+
+
+@torch.no_grad()
+def test_hunyuans_alpha_stays():
+    """Which raises the base of frequencies: its `dynamic` does not depend on the length."""
+    own = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}
+    own |= {"mscale_all_dim": 1.0}
+    for edit, theta in ({"name": "abf", "factor": 3.0}, 3e4), ({"name": "ntk", "factor": 2.0}, 1e4 * 2 ** (8 / 6)):
+        model = patch_model(decoder("hunyuan_v1_dense", rope_parameters=own), "rope", frequencies=edit)
+        expected = (theta * 50.0 ** (8 / 6)) ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+        torch.testing.assert_close(model.model.rotary_emb.inv_freq.double(), expected, rtol=1e-6, atol=0)
+    base = decoder("hunyuan_v1_dense", rope_parameters=own)
+    with pytest.raises(ValueError, match="dynamic has no parameter factor; it has alpha"):
+        patch_model(base, "rope", scaling={"rope_type": "dynamic", "factor": 2.0})
+    expected = base(tokens(1), use_cache=False).logits
+    patch_model(base, "rope", scaling={key: value for key, value in own.items() if key != "rope_theta"})
+    assert base(tokens(1), use_cache=False).logits.equal(expected)
+
+
+def test_what_a_type_does_not_take_is_said():
+    with pytest.raises(ValueError, match=r"phi3 cannot rotate by yarn: .*Give a scaling that it takes"):
+        patch_model(tiny("phi3"), "rope", scaling={"rope_type": "yarn", "factor": 2.0})
+    factors = {"short_factor": [1.0] * 3, "long_factor": [1.0] * 3}
+    with pytest.raises(ValueError, match=r"one number for each rotated pair of a head"):
+        patch_model(tiny("llama"), "rope", scaling={"rope_type": "longrope", **factors})
+
+
+def test_a_rotary_module_of_which_the_config_says_nothing_is_refused():
+    model = tiny("gpt_neox")
+    model.config.rope_parameters = None
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="gpt_neox has no rope_parameters"):
+        patch_model(model, "rope")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("field", "value"), [("scaling", {"rope_type": "linear", "factor": 8.0}), ("rope_theta", 5e6)], ids=str
+)
+def test_a_value_for_one_layer_type_or_for_its_layers(field, value, tmp_path):
+    """Gemma 3 is stretched in its global layers only."""
+    wanted = patch_model(tiny("gemma3"), "rope", **{field: {"full_attention": value}})
+    model = patch_model(tiny("gemma3"), "rope", layers="full_attention", **{field: value})
+    assert distance(model(tokens()).logits, wanted(tokens()).logits) == 0
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes"):
+        export_stock(model, tmp_path / "stock")
+    export_stock(wanted, tmp_path / "stock")
+    again = type(tiny("gemma3")).from_pretrained(tmp_path / "stock")
+    assert distance(again(tokens()).logits, wanted(tokens()).logits) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("field", "value"), [("scaling", {"rope_type": "linear", "factor": 8.0}), ("rope_theta", 5e6)], ids=str
+)
+def test_one_value_for_layer_types_that_rotate_differently(field, value, tmp_path, recwarn):
+    """Gemma 3 is stretched in its global layers only; OLMo 3 scales only these."""
+    with pytest.warns(UserWarning, match=f"{field} is one value for .*give {field}={{'full_attention': "):
+        patch_model(tiny("gemma3"), "rope", **{field: value})
+    olmo = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    olmo["full_attention"] = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
+    if field == "scaling":
+        with pytest.warns(UserWarning, match="give scaling={'full_attention': "):
+            patch_model(decoder("olmo3", rope_parameters=olmo), "rope", scaling=value)
+    recwarn.clear()
+    if field == "rope_theta":  # its layer types have one
+        patch_model(decoder("olmo3", rope_parameters=olmo), "rope", rope_theta=value)
+    wanted = patch_model(tiny("gemma3"), "rope", **{field: {"full_attention": value}})
+    model = patch_model(tiny("gemma3"), "rope", layers="full_attention", **{field: value})
+    assert not recwarn.list
+    assert distance(model(tokens()).logits, wanted(tokens()).logits) == 0
+    with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes"):
+        export_stock(model, tmp_path / "stock")
+    export_stock(wanted, tmp_path / "stock")
+    again = type(tiny("gemma3")).from_pretrained(tmp_path / "stock")
+    assert distance(again(tokens()).logits, wanted(tokens()).logits) < 1e-5

@@ -8,7 +8,6 @@ import torch
 from cases import attend, dot, rope_frequencies, turn
 from decoders import decoder
 from families import LONGROPE, YARN, tiny, tokens
-from snapshots import assert_same, snapshot
 from transformers import CONFIG_MAPPING
 
 import hf_posenc
@@ -24,9 +23,9 @@ from hf_posenc import (
     unpatch_model,
     verify,
 )
-from hf_posenc.calibration import PairChoice
+from hf_posenc.calibration.choices import PairChoice
 from hf_posenc.engines import reference
-from hf_posenc.live.base_model import BaseModel
+from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.rope_by_head import RopeByHead
 
 MIXED = [[[0, 1], [3]], [[], [2, 0]]]
@@ -44,9 +43,6 @@ def every_pair(model):
     angles = base.own_angles(RopeByHead())
     counts = {layer: 0 if each is None else len(each.frequencies) for layer, each in angles.items()}
     return [[[*range(counts[layer])]] * dims.num_key_value_heads for layer, dims in base.sizes.items()]
-
-
-# --------------------------------------------------------------------------------------------------- what it computes
 
 
 @pytest.mark.parametrize(
@@ -117,33 +113,6 @@ def test_calls_of_real_bases(made, first, size, interleaved, theta, scaling):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)  # transformers has the w in float32
 
 
-def test_one_set_of_pairs_is_a_longrope_of_transformers():
-    """A stock model whose `longrope` has zeros rotates like it, and writes the same text with its own cache."""
-    ids = tokens(2, 12)
-    stock, ours = tiny("llama"), patch_model(tiny("llama"), "rope_by_head", pairs=[0, 3])
-    untouched = logits(stock, ids)
-    w, _ = rope_frequencies(8, 10000.0, 0, 0, None)
-    patch_model(stock, "rope", frequencies=[w[0], 0.0, 0.0, w[3]], scaling="none")
-    torch.testing.assert_close(logits(ours, ids), logits(stock, ids), atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(logits(stock, ids), untouched, atol=1e-2)
-    written = [model.generate(ids, max_new_tokens=8, do_sample=False) for model in (stock, ours)]
-    assert written[0].equal(written[1])
-
-
-def test_by_head_in_a_cache_behind_padding_and_packed():
-    model, ids = patch_model(tiny("llama"), "rope_by_head", pairs=MIXED), tokens(1, 20)
-    whole = logits(model, ids)
-    with torch.no_grad():
-        start = model(ids[:, :9], use_cache=True)
-        rest = model(ids[:, 9:], past_key_values=start.past_key_values, use_cache=True).logits
-    torch.testing.assert_close(torch.cat([start.logits, rest], 1), whole, atol=1e-5, rtol=1e-5)
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1)
-    found = logits(model, padded, attention_mask=(padded > 0).long())[:, 4:]
-    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
-    twice = torch.arange(20).repeat(2)[None]
-    torch.testing.assert_close(logits(model, ids.repeat(1, 2), position_ids=twice)[:, 20:], whole, atol=1e-5, rtol=1e-5)
-
-
 def test_lists_by_head_are_described_saved_and_undone(tmp_path):
     model, ids = tiny("llama"), tokens(2, 12)
     stock = logits(model, ids)
@@ -161,38 +130,6 @@ def test_lists_by_head_are_described_saved_and_undone(tmp_path):
     assert logits(model, ids).equal(stock)
 
 
-def test_a_layer_that_rotates_nothing_does_not_answer():
-    """`verify` knows it, and a pair that turns in one head is enough to answer."""
-    model = patch_model(tiny("llama"), "rope_by_head", pairs=[[[0], []], [[], []]])
-    assert [each.expected for each in verify(model).layers] == [True, False]
-    assert verify(model).ok
-    model.model.layers[1].self_attn.posenc.kept = None  # now it turns
-    assert not verify(model).ok
-
-
-@pytest.mark.parametrize(
-    ("family", "config", "pairs", "error", "words"),
-    [
-        ("llama", {"rope_parameters": LONGROPE}, [0], UnsupportedModelError, "depend on the length"),
-        ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, [0], ValueError, "dynamic"),
-        ("llama", {}, [0, 4], ValueError, "layer 0 has no pair 4 .* 0 to 3"),
-        ("llama", {}, [[[0]] * 4] * 2, ValueError, "4 heads in layer 0, which has 2"),
-        ("llama", {}, [[[0], [0]]], ValueError, "1 layers, and the scheme is in 2: 0, 1"),
-        ("smollm3", {}, [[[0], [0]]] * 2, ValueError, "layer 1 has no pair 0 .* leaves it unrotated"),
-    ],
-    ids=["longrope", "dynamic", "pair", "heads", "layers", "unrotated"],
-)
-def test_what_is_refused(family, config, pairs, error, words):
-    model, ids = tiny(family, **config), tokens(1, 9)
-    before = logits(model, ids)
-    with pytest.raises(error, match=words):
-        patch_model(model, "rope_by_head", pairs=pairs)
-    assert logits(model, ids).equal(before)
-
-
-# ------------------------------------------------------------------------------------------------------ choosing pairs
-
-
 def by_distance(model, ids):
     """Return the mean rotation of each head and pair from the weights of eager attention, complex (layers, H, pairs)."""
     model.set_attn_implementation("eager")
@@ -205,25 +142,6 @@ def by_distance(model, ids):
     return torch.einsum("nbhij,iju->nhu", weights.to(phases.dtype), phases) / ids.numel()
 
 
-def test_numbers_of_the_paper_and_of_the_mean_rotation():
-    """From the outputs of the projections, and from the weights of eager attention."""
-    model, ids = tiny("llama").double(), tokens(3, 16)
-    before, outputs = snapshot(model), []
-    choices = [choose_pairs(model, ids, by=by) for by in ("contribution", "unexplained")]
-    assert_same(snapshot(model), before)
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.register_forward_hook(lambda module, args, output: outputs.append(output))
-    factors = by_distance(model, ids)
-    norms = [each.unflatten(-1, (-1, 2, 4)).norm(dim=-2).mean((0, 1)) for each in outputs]
-    for layer in range(2):
-        contribution = norms[2 * layer] * norms[2 * layer + 1].repeat_interleave(2, 0) * 8**-0.5
-        unexplained = contribution * (1 - factors[layer].abs().square()).sqrt()
-        for choice, expected in zip(choices, (contribution, unexplained), strict=True):
-            found = torch.tensor(choice.numbers[layer], dtype=torch.float64)
-            torch.testing.assert_close(found, expected.view(2, 2, 4).mean(1), atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("family", "config"), [("llama", {"rope_parameters": YARN}), ("gemma2", {})], ids=["yarn", "softcap"]
 )
@@ -231,7 +149,7 @@ def test_divergence_is_that_of_a_scheme_without_the_pair(family, config):
     """From the weights of eager attention, stock and with rope_by_head in one layer."""
     model, ids = tiny(family, attn_implementation="eager", **config), tokens(2, 16)
     choice = choose_pairs(model, ids)
-    assert (choice.by, choice.layers, choice.every_layer) == ("divergence", (0, 1), True)
+    assert (choice.layers, choice.every_layer) == ((0, 1), True)
 
     def weights(layer):
         with torch.no_grad():
@@ -249,17 +167,11 @@ def test_divergence_is_that_of_a_scheme_without_the_pair(family, config):
         assert kl[1 - head] == pytest.approx(0, abs=1e-6)
 
 
-def test_shares_of_heads_of_layers_and_of_the_model():
-    choice = PairChoice("divergence", (0, 2), False, (((5.0, 4.0), (1.0, 0.0)), ((3.0, 9.0), (8.0, 7.0))))
-
-    def pairs(keep, among):
-        return choice.scheme(keep, among=among).pairs
-
-    assert pairs(0.5, "head") == (((0,), (0,)), ((1,), (0,)))
-    assert pairs(0.5, "layer") == (((0, 1), ()), ((1,), (0,)))
-    assert pairs(0.5, "model") == (((0,), ()), ((1,), (0, 1)))
-    assert pairs(0.01, "model") == (((), ()), ((1,), ()))  # one at least
-    assert pairs(1, "head") == (((0, 1), (0, 1)),) * 2
+def test_a_share_of_the_pairs_is_kept():
+    choice = PairChoice((0, 2), False, (((5.0, 4.0), (1.0, 0.0)), ((3.0, 9.0), (8.0, 7.0))))
+    assert choice.scheme(0.5).pairs == (((0,), ()), ((1,), (0, 1)))
+    assert choice.scheme(0.01).pairs == (((), ()), ((1,), ()))  # one at least
+    assert choice.scheme(1).pairs == (((0, 1), (0, 1)),) * 2
     assert choice.scheme(1.0).layers == (0, 2)
     assert replace(choice, every_layer=True).scheme(1.0).layers is None
     assert json.loads(json.dumps(choice.to_dict()))["numbers"][1][0][1] == 9.0
@@ -267,28 +179,6 @@ def test_shares_of_heads_of_layers_and_of_the_model():
     for keep in (0, 1.5, True, "half"):
         with pytest.raises(ValueError, match="keep must be"):
             choice.scheme(keep)
-    with pytest.raises(ValueError, match="among must be"):
-        choice.scheme(0.5, among="heads")
-
-
-@pytest.mark.parametrize("by", ["divergence", "unexplained", "contribution"])
-def test_a_pair_that_does_not_count_can_stop(by):
-    """One pair of each head has no weight: without its rotation the model stays what it is."""
-    model, ids = tiny("llama"), tokens(2, 16)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.view(4, 2, 4, -1)[:, :, 2] = 0
-    expected, choice = logits(model, ids), choose_pairs(model, ids, by=by)
-    assert all(head[2] == pytest.approx(0, abs=1e-7) for layer in choice.numbers for head in layer)
-    patch_model(model, choice.scheme(0.75))
-    assert schemes_of(model)[0].pairs == (((0, 1, 3),) * 2,) * 2
-    torch.testing.assert_close(logits(model, ids), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_layers_that_the_base_leaves_unrotated_are_left_out():
-    choice = choose_pairs(tiny("smollm3"), tokens(2, 16))
-    assert choice.layers == (0,)
-    assert verify(patch_model(tiny("smollm3"), choice.scheme(0.5))).ok
 
 
 def test_what_choose_pairs_refuses():
@@ -297,10 +187,6 @@ def test_what_choose_pairs_refuses():
         choose_pairs(model, tokens(2, 16))
     with pytest.raises(UnsupportedModelError, match="does not rotate"):
         choose_pairs(tiny("gpt2"), tokens(2, 16))
-    with pytest.raises(UnsupportedModelError, match="several coordinates: choose from divergence, contribution"):
-        choose_pairs(decoder("ernie4_5_vl_moe_text"), tokens(2, 16), by="unexplained")
-    with pytest.raises(ValueError, match="by must be one of divergence"):
-        choose_pairs(tiny("llama"), tokens(2, 16), by="norm")
     with pytest.raises(ValueError, match="tokens must be integers"):
         choose_pairs(tiny("llama"), [1, 2])
     with pytest.raises(AlreadyPatchedError):
@@ -331,11 +217,3 @@ def test_calibration_turns_the_queries_of_the_other_pairs():
                 found = torch.complex(rows[head, 0, u], rows[head, 1, u])
                 torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     assert turned >= 4
-
-
-def test_with_all_pairs_there_is_nothing_to_calibrate():
-    model = patch_model(tiny("llama"), "rope_by_head")
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    report = calibrate(model, tokens(6, 24), held_out=2, matching=None)
-    assert report.kept == "nothing"
-    assert all(p.equal(before[name]) for name, p in model.named_parameters())

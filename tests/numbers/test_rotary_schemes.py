@@ -1,16 +1,16 @@
 """A rotary scheme of one's own, a few lines of a sub-class, is carried by every kind of base: turned, saved, undone."""
 
 import copy
-import warnings
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
+from cases import turn
 from decoders import decoder, out
 from families import tiny, tokens
 from matrix import matrix
-from peft import get_peft_model
 from situations import DIFFERENT, assert_same, distance, randomize
 from torch import nn
 from transformers import CONFIG_MAPPING
@@ -21,24 +21,18 @@ from hf_posenc import (
     RotaryScheme,
     Rotation,
     UnsupportedModelError,
-    analysis,
     export_stock,
     from_pretrained,
-    lora_config,
     patch_model,
     register_scheme,
-    registry,
     unpatch_model,
     verify,
 )
-from hf_posenc.live.base_model import BaseModel
-from hf_posenc.registry import family_for
+from hf_posenc.core import registry
+from hf_posenc.core.registry import family_for
+from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.alibi import Alibi
-from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.rope import Rope
-
-# peft 0.21 asks for it by the name that transformers 5.23 renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 FAMILIES = {
@@ -128,9 +122,6 @@ CASES = {
     "two": lambda: [Linear(first=0.7, layers=[0]), Linear(first=0.3, trainable=True, layers=[1])],
     "windowed": lambda: [Linear(window=5)],
 }
-each = pytest.mark.parametrize(
-    ("family", "case"), [(family, case) for family in FAMILIES for case in CASES], ids=lambda value: value
-)
 
 
 def patched(family, case, **config):
@@ -139,25 +130,6 @@ def patched(family, case, **config):
 
 def full(model, ids):
     return model(input_ids=ids, use_cache=False).logits
-
-
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-@pytest.mark.parametrize("case", ["fixed", "one-layer"])
-def test_verify_tells_one_rotation_from_another(family, case):
-    stock = base(family)
-    native = stock.model.rotary_emb
-    model = patch_model(stock, CASES[case](), seed=0)
-    assert verify(model)
-    if case == "fixed":
-        model.model.rotary_emb = native
-    else:
-        model.model.posenc_rotary = native
-    report = verify(model)
-    turned = "another rotation than that of linear_rotation turns queries and keys"
-    assert report.problems == tuple(f"layer {layer}: {turned}" for layer in ((0, 1) if case == "fixed" else (1,)))
-
-
-# ------------------------------------------------------------------------------------------------------------- the formula
 
 
 def recorded(model, index, ids):
@@ -185,24 +157,21 @@ def recorded(model, index, ids):
 
 def turned(x, angles, size, layout):
     """Rotate pair by pair: (u, u + size/2) or (2u, 2u + 1)."""
-    result = x.clone()
-    for t in range(x.shape[2]):
-        for u, w in enumerate(angles):
-            a, b = (u, u + size // 2) if layout == "half" else (2 * u, 2 * u + 1)
-            cos, sin = torch.cos(t * w), torch.sin(t * w)
-            result[:, :, t, a] = x[:, :, t, a] * cos - x[:, :, t, b] * sin
-            result[:, :, t, b] = x[:, :, t, b] * cos + x[:, :, t, a] * sin
-    return result
+    pairs = [(u, u + size // 2) if layout == "half" else (2 * u, 2 * u + 1) for u in range(len(angles))]
+    return torch.stack([turn(x[:, :, t], t, angles.tolist(), pairs, 1.0) for t in range(x.shape[2])], 2)
 
 
+TURNED = [(*row, "half") for row in itertools.product(FAMILIES, [1.0, 0.5], [False, True])]
+TURNED += [("gpt2", 1.0, False, "interleaved"), ("opt", 1.0, True, "interleaved")]
+
+
+@pytest.mark.rows(slow=14)
 @torch.no_grad()
-@pytest.mark.parametrize("trainable", [False, True])
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_queries_and_keys_are_turned_as_the_formula_says(family, share, trainable):
+@matrix(TURNED, family=None, share=None, trainable=None, layout=None)
+def test_queries_and_keys_are_turned_as_the_formula_says(family, share, trainable, layout):
     """In float64, against queries and keys of the same model without positions."""
     ids = tokens(2, 12)
-    model = randomize(patch_model(base(family).double(), Linear(share=share, trainable=trainable)))
+    model = randomize(patch_model(base(family).double(), Linear(share=share, trainable=trainable, layout=layout)))
     rotation = next(module for module in model.modules() if isinstance(module, LinearRotation))
     angles = rotation.frequencies(torch.device("cpu")).double()
     still = patch_model(base(family).double(), "nope")
@@ -211,74 +180,24 @@ def test_queries_and_keys_are_turned_as_the_formula_says(family, share, trainabl
     # Bases that turn whole heads know pairs of whole heads only; the others turn the first dimensions of each.
     whole = family not in ("gpt2", "opt", "gpt_neox", "phi", "phi3")
     for actual, untouched in zip(recorded(model, 0, ids), recorded(still, 0, ids), strict=True):
-        expected = turned(untouched, angles, size if whole else 2 * len(angles), "half")
+        expected = turned(untouched, angles, size if whole else 2 * len(angles), layout)
         assert distance(actual, expected) < 1e-6  # cosines reach some bases' attention in float32 at most
         assert distance(actual, untouched) > DIFFERENT
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_pairs_can_be_interleaved_where_the_base_rotates_nothing(family):
-    ids = tokens(2, 12)
-    model = patch_model(base(family).double(), Linear(layout="interleaved"))
-    still = patch_model(base(family).double(), "nope")
-    size = recorded(still, 0, ids)[0].shape[-1]
-    angles = LinearRotation(size // 2, 1.0, False).frequencies(torch.device("cpu"))
-    for actual, untouched in zip(recorded(model, 0, ids), recorded(still, 0, ids), strict=True):
-        assert distance(actual, turned(untouched, angles, size, "interleaved")) < 1e-9
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", [*FAMILIES, "cohere", "glm4", "helium"])
-def test_the_frequencies_of_rope_give_rope(family):
-    """The same numbers by a module of one's own and by transformers'."""
-
-    @register_scheme
-    @dataclass(frozen=True, kw_only=True)
-    class Copied(RotaryScheme):
-        name: ClassVar[str] = "copied"
-
-        def build(self, dims):
-            return Geometric(dims.head_dim)
-
-    class Geometric(Rotation):
-        def __init__(self, size):
-            super().__init__()
-            self.size = size
-
-        def frequencies(self, device):
-            return 100.0 ** -(torch.arange(0, self.size, 2, dtype=torch.float64, device=device) / self.size)
-
-    ids = tokens(2, 30)
-    own = full(patch_model(base(family), "copied"), ids)
-    theirs = full(patch_model(base(family), "rope", rope_theta=100.0, partial_rotary_factor=1.0, scaling="none"), ids)
-    assert_same(own, theirs)
-    assert distance(own, full(base(family), ids)) > DIFFERENT
-
-
-# ------------------------------------------------------------------------------------------------------ what a model does
-
-
-@torch.no_grad()
-@each
-def test_it_verifies_and_decodes_with_a_cache(family, case):
-    model = patched(family, case)
-    report = verify(model)
-    assert report, report
-    ids = tokens(2, 7)
-    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-    made = model.generate(ids, max_new_tokens=8, output_scores=True, return_dict_in_generate=True, **options)
-    expected = full(model, made.sequences[:, :-1])
-    for step, scores in enumerate(made.scores):
-        assert_same(scores, expected[:, 6 + step])
-
-
+@pytest.mark.rows(default=9, slow=27)
 @torch.no_grad()
 @matrix(family=FAMILIES, case=CASES)
-def test_it_is_saved_loaded_and_undone(family, case, tmp_path):
+def test_it_verifies_generates_and_is_saved_loaded_and_undone(family, case, tmp_path):
     ids = tokens(2, 20)
     stock = full(base(family), ids)
     model = patched(family, case)
+    assert (report := verify(model)), report
+    options = {"do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0, "max_new_tokens": 5}
+    made = model.generate(ids, output_scores=True, return_dict_in_generate=True, **options)
+    again = full(model, made.sequences[:, :-1])
+    for step, scores in enumerate(made.scores):
+        assert_same(scores, again[:, 19 + step])
     expected = full(model, ids)
     assert distance(expected, stock) > DIFFERENT
     model.save_pretrained(tmp_path)
@@ -296,6 +215,7 @@ def test_it_is_saved_loaded_and_undone(family, case, tmp_path):
     assert model.state_dict().keys() == base(family).state_dict().keys()
 
 
+@pytest.mark.rows(default=5, slow=12)
 @pytest.mark.parametrize("case", ["trainable", "partial", "one-layer", "beside-alibi", "two"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trained_frequencies_get_gradients(family, case):
@@ -315,30 +235,7 @@ def test_trained_frequencies_get_gradients(family, case):
         torch.testing.assert_close(found[1][name], gradient)
 
 
-@matrix(case=["trainable", "partial", "one-layer", "two"], family=FAMILIES)
-def test_peft_trains_and_saves_the_frequencies(family, case, tmp_path):
-    model = patched(family, case)
-    wrapped = get_peft_model(model, lora_config(model, r=2)).train()
-    learnt = [(name, p) for name, p in wrapped.named_parameters() if "angles" in name and p.requires_grad]
-    assert len(learnt) == 1
-    ids = tokens(2, 20)
-    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.05)
-    before = learnt[0][1].detach().clone()
-    wrapped(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    assert not learnt[0][1].equal(before)
-    wrapped.eval()
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")  # GPT-2's, as stock
-        expected = full(wrapped, ids)
-        assert verify(wrapped)
-        wrapped.save_pretrained(tmp_path)
-        again = hf_posenc.load_adapter(patched(family, case), tmp_path).eval()
-        assert_same(full(again, ids), expected)
-        merged = again.merge_and_unload()
-        assert_same(full(merged, ids), expected)
-
-
+@pytest.mark.rows(default=3, slow=5)
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_of_transformers_are_enough(family, tmp_path):
@@ -361,17 +258,6 @@ def test_parameters_of_transformers_are_enough(family, tmp_path):
         assert full(type(base(family)).from_pretrained(tmp_path / "stock"), ids).equal(expected)
 
 
-def test_the_analysis_reads_its_frequencies():
-    expected = [1.0, 0.75, 0.5, 0.25]
-    model = patch_model(base("gpt2"), Linear(trainable=True))
-    dims = hf_posenc.Dims(num_heads=4, num_key_value_heads=4, head_dim=8, hidden_size=32, num_layers=2)
-    for (found,) in (analysis.frequencies(Linear(), dims=dims), analysis.frequencies(model)):
-        torch.testing.assert_close(found.frequencies.double(), torch.tensor(expected, dtype=torch.float64))
-
-
-# ----------------------------------------------------------------------------------------------------- what is refused
-
-
 def test_what_does_not_fit_is_refused():
     before = tiny("llama")
     for wrong in (Linear(share=0.1), Linear(share=1.5)):
@@ -382,13 +268,14 @@ def test_what_does_not_fit_is_refused():
     assert not hf_posenc.is_patched(before)
 
 
-def test_layers_that_the_base_leaves_out_stay_out_unless_named():
-    model = patch_model(tiny("smollm3", no_rope_layers=[1, 0]), Linear())
-    assert [layer.expected for layer in verify(model).layers] == [True, False]
-    unpatch_model(model)
-    model = patch_model(model, [Nope(layers=[0]), Linear(layers=[1])])
-    assert verify(model)
-    assert [layer.expected for layer in verify(model).layers] == [False, True]
+def test_shapes_of_what_a_module_computes_are_checked(monkeypatch):
+    """As many tokens as heads: frequencies by head, (H, F), would pass for those of each position."""
+    with monkeypatch.context() as patch:
+        patch.setattr(LinearRotation, "frequencies", lambda module, device: torch.ones(4, 4, device=device))
+        with pytest.raises(
+            ValueError, match=r"frequencies of LinearRotation, \(F,\), must have the shape \(any\), not"
+        ):
+            patch_model(tiny("llama"), Linear())(tokens(1, 4))
 
 
 def in_form(angles, form):
@@ -403,39 +290,17 @@ def in_form(angles, form):
     return repeated.cos().float(), repeated.sin().float()
 
 
-SPECIAL = (
-    "gpt_oss",
-    "cohere",
-    "cohere2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "minicpm3",
-    "bailing_hybrid",
-    "llama4_text",
-    "mimo_v2_flash",
-    "laguna",
-    "persimmon",
-    "lfm3",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen2_vl_text",
-    "glm4v_text",
-    "glm4v_moe_text",
-    "ernie4_5_vl_moe_text",
-    "hunyuan_vl_text",
-    "qwen3_omni_moe_text",
-    "muse_glimmer_text",
-    "step3p5",
-    "mistral4",
-    "modernbert-decoder",
-    "granitemoehybrid",
-    "minimax",
-    "jetmoe",
-    "gemma3_text",
+SPECIAL = tuple(
+    """
+    gpt_oss cohere cohere2 deepseek_v2 deepseek_v3 minicpm3 bailing_hybrid llama4_text mimo_v2_flash laguna
+    persimmon lfm3 qwen3_next qwen3_5_text qwen2_vl_text glm4v_text glm4v_moe_text ernie4_5_vl_moe_text
+    hunyuan_vl_text qwen3_omni_moe_text muse_glimmer_text step3p5 mistral4 modernbert-decoder granitemoehybrid
+    minimax jetmoe gemma3_text
+    """.split()
 )
 
 
-@pytest.mark.rows(default=3)
+@pytest.mark.rows(default=3, slow=28)
 @torch.no_grad()
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("model_type", [t for t in SPECIAL if t in CONFIG_MAPPING])  # an older release lacks some

@@ -1,22 +1,20 @@
 """Every language model of transformers, multimodal ones too: served, or refused with a reason, and then left as it was."""
 
-from collections import Counter
-
 import pytest
 import torch
 import transformers
 from decoders import SIZES
-from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
 
 import hf_posenc
-from hf_posenc import UnsupportedModelError, patch_model, registry
-from hf_posenc.checkpoints.stock_checkpoints import family_of
+from hf_posenc import UnsupportedModelError, patch_model
+from hf_posenc.checkpoints.class_names import family_of
+from hf_posenc.core import registry
+from hf_posenc.core.registry import family_for, reason_against, refusals, supported_model_types
 from hf_posenc.families import Family
 from hf_posenc.families.base import base_model_type
-from hf_posenc.families.refused import REFUSALS
-from hf_posenc.registry import family_for, reason_against, refusals, supported_model_types
+from hf_posenc.families.refused import REFUSED
 
 CAUSAL = tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TYPES = tuple(
@@ -61,7 +59,7 @@ def test_a_type_is_served_or_refused_with_a_reason(model_type):
         family_of(config)
     except UnsupportedModelError as error:
         reason = str(error)
-    assert reason is None or "is not supported" not in reason, (
+    assert reason is None or "is not supported (" not in reason, (
         f"nothing is known of {model_type}: describe it in hf_posenc/families/table.py, or say in "
         f"hf_posenc/families/refused.py what stands in the way ({reason})"
     )
@@ -122,18 +120,7 @@ def test_a_refused_model_is_left_as_it_was(model_type):
 
 
 def test_a_reason_is_for_what_is_not_served():
-    named = Counter(model_type for refusal in REFUSALS for model_type in refusal.model_types)
-    assert not [model_type for model_type, count in named.items() if count > 1]
-    assert not [model_type for model_type in named if model_type in SERVED], "take them off families/refused.py"
-    for refusal in REFUSALS:
-        assert refusal.reason == refusal.reason.strip(". \n")
-
-
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="an older transformers does not have all types"
-)
-def test_every_type_with_a_reason_exists():
-    assert not [model_type for model_type in refusals() if model_type not in CONFIG_MAPPING]
+    assert not {*REFUSED} & {*SERVED}, "take them off families/refused.py"
 
 
 def test_the_reason_is_given_before_weights_are_read(tmp_path):
@@ -166,19 +153,6 @@ def test_what_is_inside_a_model_of_no_known_type_is_said(model_type, tmp_path):
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' cannot be patched: {message}"):
         hf_posenc.from_pretrained(tmp_path, scheme="alibi")
     assert f"{model_type!r} cannot be patched" in hf_posenc.inspect(tmp_path).problem
-
-
-@pytest.mark.parametrize("model_type", ["qwen2_5_omni", "qwen3_omni_moe"])
-def test_what_holds_the_language_model_deeper_inside_is_said(model_type, tmp_path):
-    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"patch and save `model\.thinker`"):
-        hf_posenc.from_pretrained(tmp_path, scheme="alibi")
-
-
-def test_what_to_do_with_a_model_of_no_known_type_is_said():
-    config = transformers.T5Config(d_model=8, d_ff=8, num_layers=1, num_heads=2, d_kv=4, vocab_size=9)
-    with pytest.raises(UnsupportedModelError, match="it is an encoder-decoder"):
-        patch_model(transformers.T5ForConditionalGeneration(config), "alibi")
 
 
 def test_whoever_has_a_family_for_a_refused_type_can_register_it(monkeypatch):

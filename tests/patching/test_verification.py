@@ -1,32 +1,25 @@
 """verify says yes to every working patch, says what is wrong with a dead one, and leaves no trace."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
-from families import tiny
+from families import tiny, tokens
+from matrix import matrix
 from rows import ACTS
 from situations import EMBEDDING_SCHEMES, JOINING, ROTARY_SCHEMES, WITHOUT_POSITIONS, skip_if_refused
 from snapshots import assert_same, snapshot
+from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
-from hf_posenc import (
-    NotPatchedError,
-    UnsupportedModelError,
-    available_schemes,
-    from_pretrained,
-    patch_model,
-    registry,
-    unpatch_model,
-    verify,
-)
+from hf_posenc import NotPatchedError, available_schemes, from_pretrained, patch_model, unpatch_model, verify
+from hf_posenc.core import registry
+from hf_posenc.core.modules import PositionModule, ScoreModule, TokenModule
+from hf_posenc.core.registry import family_for, scheme_class
 from hf_posenc.families.base import resolve
-from hf_posenc.modules import PositionModule, ScoreModule
-from hf_posenc.placement import OnRotary
-from hf_posenc.registry import family_for, scheme_class
 from hf_posenc.schemes import Forgetting, QKNorm, Temperature
-from hf_posenc.schemes.base import ScoreScheme
+from hf_posenc.schemes.base import ScoreScheme, TokenScheme
 from hf_posenc.schemes.rope import Rope
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
@@ -37,7 +30,6 @@ VARIANTS = {
     "sinusoidal-trainable": ("sinusoidal", {"trainable": True}),
     "learned-every-layer": ("learned", {"placement": "every_layer", "share_layers": False}),
     "learned-short": ("learned", {"num_positions": 5}),
-    "transformer_xl-shared": ("transformer_xl", {"share_biases": True}),
     "shaw-shared": ("shaw", {"share_layers": True}),
     "alibi-trainable": ("alibi", {"trainable": True}),
 }
@@ -48,8 +40,7 @@ def parts(model):
     return resolve(family_for(model.config.model_type.removeprefix("posenc_")), model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@matrix(variant=VARIANTS, family=FAMILIES)
 def test_a_working_patch_is_ok(family, variant):
     scheme, hyperparameters = VARIANTS[variant]
     if variant == "learned-short" and family == "opt":
@@ -59,11 +50,8 @@ def test_a_working_patch_is_ok(family, variant):
     patch_model(model, scheme, seed=0, **hyperparameters)
     report = verify(model)
     assert report.ok, str(report)
-    assert report
-    assert not report.problems
     assert report.scheme == scheme
     assert [layer.index for layer in report.layers] == list(range(len(parts(model).layers)))
-    assert all(layer.ok for layer in report.layers)
     assert report.answers_through == ("mask" if scheme in WITHOUT_POSITIONS else "positions")
     assert report.order_response > 0
 
@@ -78,20 +66,8 @@ def test_responses_are_where_the_scheme_acts(family):
         assert first == (everywhere or (scheme == "sinusoidal" and not has_table))
         assert (report.input_response > 0) == (scheme == "sinusoidal" and has_table)
         assert (report.model_response > 1e-3) == (scheme != "nope")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_nope_answers_only_through_the_mask(family):
-    report = verify(patch_model(tiny(family), "nope"))
-    assert report.model_response == report.input_response == 0
-    assert all(layer.response == layer.live_response == 0 for layer in report.layers)
-    assert report.order_response > 1e-3
-    assert "answers through mask" in str(report)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_fresh_da_transformer_is_neutral_but_alive(family):
-    report = verify(patch_model(tiny(family), "da_transformer"))
+        assert report.order_response > 1e-3
+    report = verify(patch_model(tiny(family), "da_transformer"))  # neutral, but alive
     assert report.ok, str(report)
     assert all(layer.response == 0 < layer.live_response for layer in report.layers)
 
@@ -129,34 +105,84 @@ def test_a_scheme_that_acts_from_far_on_is_no_false_alarm(of, monkeypatch):
     assert verify(model).problems == ("layer 1 ignores positions",)
 
 
-class OnBoth(OnRotary):
-    attends = True
+class Crossing(ScoreModule):
+    """Scores that read other queries, or neighbouring keys, seen or not."""
 
-    def fit(self, scheme, base):
-        base.require_our_attention(scheme.name)
-        return super().fit(scheme, base)
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
 
-    def put(self, scheme, site):
-        super().put(scheme, site)
-        for layer in site.layers:
-            site.on_attention(layer, FromFarOn("position"))
+    def scores(self, call):
+        scores = call.products() - 0.1 * call.distance()
+        if self.of == "queries":  # selective attention: what earlier queries attend to is masked for later ones
+            selected = scores[:, :1].relu() * call.visible()
+            return scores - selected.cumsum(2).roll(1, 2)
+        seen = scores * call.visible() if self.of == "visible keys" else scores
+        return scores + 0.3 * torch.nn.functional.pad(seen, (1, 0))[..., :-1]
+
+
+class RunningMean(PositionModule):
+    """Numbers of tokens that read the hidden states of earlier tokens."""
+
+    def forward(self, hidden_states):
+        total = hidden_states.float().sum(-1).cumsum(1)
+        return torch.nn.functional.logsigmoid(total)[:, None].expand(-1, 4, -1)
+
+
+class Gates(TokenModule):
+    def __init__(self):
+        super().__init__()
+        self.tokens = RunningMean()
+
+    def forward(self, call):
+        return replace(call, log_gates=call.numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnsAndAttends(Rope):
-    name: ClassVar[str] = "turns_and_attends"
+class Crosses(ScoreScheme):
+    name: ClassVar[str] = "crosses"
+    of: str = "queries"
 
-    @property
-    def acts_on(self):
-        return OnBoth()
+    def build(self, dims):
+        return Crossing(self.of)
 
 
-@pytest.mark.parametrize("theta", [None, 50.0])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_scheme_on_scores_that_rotates_as_well(family, theta, monkeypatch):
-    monkeypatch.setitem(registry._SCHEMES, "turns_and_attends", TurnsAndAttends)
-    report = verify(patch_model(tiny(family), "turns_and_attends", rope_theta=theta))
-    assert report.ok, str(report)
+@dataclass(frozen=True, kw_only=True)
+class CrossesTokens(TokenScheme):
+    name: ClassVar[str] = "crosses_tokens"
+
+    def build(self, dims):
+        return Gates()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "found"),
+    [
+        (Crosses(of="queries"), "if queries come 3 at a time"),
+        (Crosses(of="all keys"), "behind 2 padding tokens"),
+        (CrossesTokens(), "if its numbers are made 3 tokens at a time"),
+        (Crosses(of="visible keys"), ""),
+    ],
+    ids=str,
+)
+def test_a_scheme_that_reads_what_caches_and_padding_change(scheme, found, dtype, monkeypatch):
+    monkeypatch.setitem(registry._SCHEMES, scheme.name, type(scheme))
+    model = patch_model(tiny("llama"), scheme)
+    ids, pads = tokens(1, 12), torch.zeros(1, 2, dtype=torch.long)
+    whole, cache = model(ids).logits, DynamicCache(config=model.config)
+    chunks = [model(chunk, past_key_values=cache).logits for chunk in ids.split(3, 1)]
+    mask = torch.cat([pads, torch.ones_like(ids)], 1)
+    padded = model(torch.cat([pads, ids], 1), attention_mask=mask).logits[:, 2:]
+    difference = max((whole - other).abs().max().item() for other in (torch.cat(chunks, 1), padded))
+    assert difference > 1e-2 if found else difference < 1e-4
+    problems = verify(model.to(dtype)).problems
+    if found:
+        crossings = [problem for problem in problems if found in problem]
+        assert [problem[:8] for problem in crossings] == ["layer 0:", "layer 1:"]
+        assert all(f"the attention of {scheme.name} changes by" in problem for problem in crossings)
+    else:
+        assert problems == ()
 
 
 @pytest.mark.parametrize(
@@ -181,76 +207,41 @@ def test_an_addition_acts_or_is_neutral(addition, acts, live):
     assert not verify(patch_model(tiny("llama"), "rope")).additions
 
 
-def test_additions_are_reported_apart():
-    model = patch_model(tiny("llama"), [Temperature(length=4, layers=[1]), QKNorm(), Forgetting(layers=[0])])
-    found = {(each.scheme, each.layer): each.acts for each in verify(model).additions}
-    expected = {("temperature", 1): True, ("qk_norm", 0): False, ("qk_norm", 1): False, ("forgetting", 0): True}
-    assert found == expected
-    attention = model.model.layers[1].self_attn
-    with torch.no_grad():
-        for parameter in attention.posenc_additions.qk_norm.parameters():
-            parameter.add_(0.5)
-    report = verify(model)
-    assert "qk_norm: acts in 1/2 layers; neutral in layer 0" in str(report)
-    attention.posenc_additions.temperature.forward = lambda call: call  # a module without parameters
-    report = verify(model)
-    assert report.ok
-    assert "temperature: acts in 0/1 layers" in str(report)
-
-
 # ------------------------------------------------------------------------------------------------------ what it must catch
 
 
-@pytest.mark.parametrize("scheme", SCORES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_bias_that_is_never_added_is_caught(family, scheme):
+@matrix(scheme=SCORES, family=["gpt2", "gemma2"], dead=[(1,), (0, 1)])
+def test_a_dead_layer_is_caught_and_named(family, scheme, dead):
     """Replaced by a module with the same parameters that computes plain attention."""
 
     class Dead(ScoreModule):
         """`ScoreModule.scores` is plain q.k."""
 
     model = patch_model(tiny(family), scheme, seed=0)
-    for attention in parts(model).attentions:
-        dead = Dead()
+    for index in dead:
+        attention, plain = parts(model).attentions[index], Dead()
         for name, parameter in attention.posenc.named_parameters():
-            dead.register_parameter(name, parameter)
-        attention.posenc = dead
+            plain.register_parameter(name, parameter)
+        attention.posenc = plain
     report = verify(model)
     assert not report
-    assert all(any(f"layer {index} ignores positions" in problem for problem in report.problems) for index in (0, 1))
-    assert "NOT OK" in str(report)
+    assert [layer.ok for layer in report.layers] == [index not in dead for index in (0, 1)]
+    assert report.problems == tuple(f"layer {index} ignores positions" for index in dead)
     assert "should answer" in str(report)
 
 
-@pytest.mark.parametrize("scheme", SCORES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_dead_layer_is_caught_and_named(family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0)
-    parts(model).attentions[1].posenc = ScoreModule()
-    report = verify(model)
-    assert not report
-    assert [layer.ok for layer in report.layers] == [True, False]
-    assert report.problems == ("layer 1 ignores positions",)
-
-
 @pytest.mark.parametrize("scheme", JOINING)
-def test_an_addition_with_parameters_that_changes_nothing_is_caught(scheme):
+def test_an_addition_that_changes_nothing_or_never_runs_is_caught(scheme):
     given = {"trainable": True} if scheme == "temperature" else {}
     model = patch_model(tiny("llama"), ["rope", scheme_class(scheme)(**given)])
-    addition = getattr(model.model.layers[1].self_attn.posenc_additions, scheme)
-    addition.forward = lambda call: call
-    assert verify(model).problems == (f"layer 1: {scheme} changes nothing, whatever its parameters are",)
-
-
-@pytest.mark.parametrize("scheme", JOINING)
-def test_an_addition_that_never_runs_is_caught(scheme):
-    model = patch_model(tiny("llama"), ["rope", scheme])
     additions = model.model.layers[1].self_attn.posenc_additions
+    getattr(additions, scheme).forward = lambda call: call
+    assert verify(model).problems == (f"layer 1: {scheme} changes nothing, whatever its parameters are",)
     additions.forward = lambda call, numbers=None: call
     assert verify(model).problems == (f"layer 1: the module of {scheme} never runs",)
 
 
-@pytest.mark.parametrize("scheme", SCORES)
+@pytest.mark.parametrize("scheme", SCORES[:3])
 def test_a_part_of_the_attention_that_is_left_out_is_caught(scheme, monkeypatch):
     """A base whose own attention has sinks, which nothing hands to ours: they take a share of every weight."""
     model = patch_model(tiny("llama"), scheme, seed=0)
@@ -270,63 +261,25 @@ def test_a_part_of_the_attention_that_is_left_out_is_caught(scheme, monkeypatch)
     assert "own eager attention by 25.0%" in report.problems[0]
 
 
-@pytest.mark.parametrize("scheme", SCORES)
-def test_sinks_that_arrive_are_no_silent_loss(scheme):
+@matrix(scheme=SCORES, backend=["sdpa", "eager"])
+def test_a_stock_backend_set_behind_the_back_is_caught(scheme, backend):
     model = patch_model(tiny("llama"), scheme, seed=0)
-    attention = parts(model).attentions[0]
-    forward = attention.forward
-    attention.forward = lambda *args, **kwargs: forward(*args, **kwargs, s_aux=torch.zeros(4))
-    with pytest.raises(TypeError, match="s_aux"):
-        verify(model)
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("scheme", SCORES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_stock_backend_set_behind_the_back_is_caught(family, scheme, backend):
-    model = patch_model(tiny(family), scheme, seed=0)
     model.config._attn_implementation = backend
-    if (family, backend) == ("gemma2", "sdpa"):  # transformers itself refuses to run
-        with pytest.raises(ValueError, match="does not support `softcap`"):
-            verify(model)
-        return
     report = verify(model)
     assert not report
     assert any(backend in problem and "hf_posenc" in problem for problem in report.problems)
     assert not any(layer.ok for layer in report.layers)
 
 
-@pytest.mark.parametrize("scheme", SCORES)
-def test_a_layer_without_its_scheme_cannot_run(scheme):
-    """Worse than a report: a forward pass that would ignore positions raises, in verify as anywhere."""
-    model = patch_model(tiny("llama"), scheme, seed=0)
-    del parts(model).attentions[1].posenc
-    with pytest.raises(UnsupportedModelError, match="layer 1 of PosEncLlamaModel is not patched"):
-        verify(model)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("placement", ["every_layer", "input"])
 @pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
-def test_a_layer_whose_hook_was_removed_is_caught(family, scheme):
-    model = patch_model(tiny(family), scheme, placement="every_layer", seed=0)
-    layer = parts(model).layers[1]
+def test_a_layer_whose_hook_was_removed_is_caught(scheme, placement):
+    index = 1 if placement == "every_layer" else 0
+    model = patch_model(tiny("llama"), scheme, placement=placement, seed=0)
+    layer = parts(model).layers[index]
     layer._forward_pre_hooks.clear()
     layer._forward_pre_hooks_with_kwargs.clear()
-    report = verify(model)
-    assert not report
-    assert report.problems == ("layer 1 ignores positions",)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("scheme", EMBEDDING_SCHEMES)
-def test_an_input_embedding_whose_hook_was_removed_is_caught(family, scheme):
-    model = patch_model(tiny(family), scheme, seed=0)
-    layer = parts(model).layers[0]
-    layer._forward_pre_hooks.clear()
-    layer._forward_pre_hooks_with_kwargs.clear()
-    report = verify(model)
-    assert report.problems == ("layer 0 ignores positions",)
-    assert report.answers_through == "mask"
+    assert verify(model).problems == (f"layer {index} ignores positions",)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
@@ -350,7 +303,7 @@ def test_a_layer_that_does_not_rotate_is_caught(family):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_rotation_that_stands_still_is_caught(family):
-    from hf_posenc.upstream.rotary import IdentityRotary
+    from hf_posenc.transformers_glue.rotary import IdentityRotary
 
     model = patch_model(tiny(family), "rope")
     model.model.rotary_emb = IdentityRotary(model.model.rotary_emb)
@@ -364,9 +317,8 @@ REPLACES_ROTATION = [scheme for scheme in REPLACES if scheme not in ROTARY_SCHEM
 
 
 @pytest.mark.parametrize("scheme", REPLACES_ROTATION)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_native_rotation_left_in_place_is_caught(family, scheme):
-    stock = tiny(family)
+def test_a_native_rotation_left_in_place_is_caught(scheme):
+    stock = tiny("llama")
     native = stock.model.rotary_emb
     model = patch_model(stock, scheme, seed=0, **ACTS[scheme])
     model.model.rotary_emb = native
@@ -375,8 +327,7 @@ def test_a_native_rotation_left_in_place_is_caught(family, scheme):
     assert any("own rotary embedding is still there" in problem for problem in report.problems)
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in REPLACES if scheme not in EMBEDDING_SCHEMES])
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@matrix(scheme=[scheme for scheme in REPLACES if scheme not in EMBEDDING_SCHEMES], family=["gpt2", "opt"])
 def test_a_native_table_left_in_place_is_caught(family, scheme):
     stock = tiny(family)
     owner, name = {"gpt2": ("transformer", "wpe"), "opt": ("model.decoder", "embed_positions")}[family]
@@ -387,24 +338,15 @@ def test_a_native_table_left_in_place_is_caught(family, scheme):
     assert any("the base's own table is still there" in problem for problem in report.problems)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_stock_model_is_refused(family):
-    model = tiny(family)
-    before = snapshot(model)
+def test_a_stock_model_is_refused():
     with pytest.raises(NotPatchedError, match="not patched"):
-        verify(model)
-    assert_same(snapshot(model), before)
-    patch_model(model, "nope")
-    unpatch_model(model)
-    with pytest.raises(NotPatchedError):
-        verify(model)
+        verify(unpatch_model(patch_model(tiny("llama"), "nope")))
 
 
 # ------------------------------------------------------------------------------------------------------------- no traces
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@matrix(variant=VARIANTS, family=["gpt2", "llama"])
 def test_verify_leaves_no_trace(family, variant):
     scheme, hyperparameters = VARIANTS[variant]
     hyperparameters = {**hyperparameters, **({"num_positions": 20} if variant == "learned-short" else {})}
@@ -413,12 +355,12 @@ def test_verify_leaves_no_trace(family, variant):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = snapshot(model)
-    torch.manual_seed(11)
     state = torch.get_rng_state()
     verify(model)
     assert torch.get_rng_state().equal(state)
     assert_same(snapshot(model), before)
     assert all(parameter.grad.eq(1).all() and parameter.requires_grad for parameter in model.parameters())
+    assert torch.is_grad_enabled()
 
 
 def test_parameters_come_back_when_the_trial_fails(monkeypatch):
@@ -437,28 +379,13 @@ def test_parameters_come_back_when_the_trial_fails(monkeypatch):
     assert_same(snapshot(model), before)
 
 
-def test_no_gradient_graph_and_no_grad_mode_left():
-    model = patch_model(tiny("gpt2"), "shaw", seed=0)
-    verify(model)
-    assert torch.is_grad_enabled()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_same_call_gives_the_same_report():
-    model = patch_model(tiny("gpt2"), "da_transformer")
-    assert verify(model) == verify(model)
-    assert verify(model, seed=1) != verify(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("scheme", available_schemes())
+@matrix(scheme=available_schemes(), dtype=[torch.bfloat16, torch.float16, torch.float64])
 def test_any_dtype(scheme, dtype):
     report = verify(patch_model(tiny("llama").to(dtype), scheme, seed=0, **ACTS[scheme]))
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("scheme", available_schemes())
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@matrix(scheme=available_schemes(), family=["gpt2", "llama"])
 def test_bare_and_loaded_models(tmp_path, family, scheme):
     model = patch_model(tiny(family), scheme, seed=0, **ACTS[scheme])
     assert verify(model.base_model)
@@ -466,29 +393,8 @@ def test_bare_and_loaded_models(tmp_path, family, scheme):
     assert verify(from_pretrained(tmp_path))
 
 
-@pytest.mark.parametrize("length", [0, 3])
-def test_too_few_tokens_are_refused(length):
-    with pytest.raises(ValueError, match="at least 4"):
-        verify(patch_model(tiny("gpt2"), "alibi"), length=length)
-
-
-def test_the_report_reads_well():
-    text = str(verify(patch_model(tiny("llama"), "alibi")))
-    lines = text.splitlines()
-    assert lines[0] == "alibi: ok; answers through positions; 2/2 layers answer to positions"
-    assert [line.split()[0] for line in lines[1:]] == ["place", "input", "layer", "layer", "model", "order"]
-    assert all(len(line) < 100 for line in lines)
-
-
-def test_every_position_module_is_seen_by_the_trial():
-    model = patch_model(tiny("gpt2"), "transformer_xl", share_biases=True)
-    owners = [module for module in model.modules() if isinstance(module, PositionModule)]
-    assert {id(p) for owner in owners for p in owner.parameters()} == {
-        id(p) for name, p in model.named_parameters() if "posenc" in name
-    }
-
-
-def test_a_scheme_with_few_positions_is_refused_in_words():
-    model = patch_model(tiny("gpt2"), "learned", num_positions=2)
-    with pytest.raises(ValueError, match="verify needs 4 positions, and the scheme has 2"):
-        verify(model)
+def test_a_wrong_length_is_refused():
+    with pytest.raises(ValueError, match="takes 4 or more positions"):
+        verify(patch_model(tiny("gpt2"), "alibi"), length=3)
+    with pytest.raises(ValueError, match=r"at most as many as the scheme has \(2\), not 2"):
+        verify(patch_model(tiny("gpt2"), "learned", num_positions=2))

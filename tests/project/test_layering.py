@@ -2,66 +2,41 @@
 
 import ast
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 from source_imports import imported_names, parse
 
-from hf_posenc import forms
-from hf_posenc.placement import Placement
-from hf_posenc.registry import available_schemes, scheme_class, supported_model_types
+from hf_posenc.core import forms
+from hf_posenc.core.registry import available_schemes, scheme_class, supported_model_types
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hf_posenc"
 
 LAYERS = (
-    ("errors", "version", "did_you_mean", "measurement", "dtypes"),
-    ("command_arguments", "positions", "sinusoids", "table_cache", "dims", "frequency_edits"),
-    ("registry",),
-    ("attention_call",),
-    ("forms",),
-    ("modules",),
-    ("layer_state",),
-    ("placement",),
+    ("core",),
     ("engines", "schemes", "families"),
-    ("upstream",),
-    ("live",),
+    ("transformers_glue",),
+    ("model",),
     ("patching",),
     ("checkpoints",),
     ("classes", "api"),
-    ("description", "verification", "loading", "lora", "parallel", "catalogue", "calibration"),
-    ("checking",),
+    ("loading", "parallel", "calibration", "checking"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
     ("theory",),
-    ("recipes", "plot_kinds"),
+    ("recipes",),
     ("commands",),
     ("cli",),
+    ("__main__",),
 )
 """Left to right. A part imports from what is before its entry, and from itself, but not from its neighbours there."""
 
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 # What the core may import besides torch and the standard library.
-CORE = {
-    "errors": set(),
-    "did_you_mean": set(),
-    "dtypes": set(),
-    "command_arguments": set(),
-    "positions": set(),
-    "dims": set(),
-    "table_cache": set(),
-    "sinusoids": set(),
-    "frequency_edits": set(),
-    "placement": set(),
-    "modules": set(),
-    "attention_call": set(),
-    "forms": set(),
-    "registry": set(),
-    "engines": set(),
-    "families": set(),
-    "schemes": {"transformers.initialization"},
-}
+CORE = {"core": set(), "engines": set(), "families": set(), "schemes": {"transformers.initialization"}}
 
 
 def part_of(name):
@@ -108,46 +83,16 @@ def test_imports_come_from_the_left():
     ("module", "source"),
     [
         ("hf_posenc.schemes.alibi", "from ..engines import reference"),
-        ("hf_posenc.schemes.alibi", "from hf_posenc.families.base import Family"),
-        ("hf_posenc.schemes.alibi", "from transformers import PreTrainedModel"),
-        ("hf_posenc.schemes.alibi", "import transformers"),
-        ("hf_posenc.engines.reference", "from transformers import initialization"),
         ("hf_posenc.engines.reference", "import numpy as np"),
-        ("hf_posenc.families.table", "def late():\n    from ..upstream.masks import NAME"),
-        ("hf_posenc.upstream.attention", "from ..patching import plan"),
-        ("hf_posenc.patching.changes", "from ..checkpoints.model_classes import PosEncMixin"),
-        ("hf_posenc.loading", "from . import verification"),
+        ("hf_posenc.families.table", "def late():\n    from ..transformers_glue.masks import NAME"),
         ("hf_posenc.api", "from hf_posenc import patch_model"),
         ("hf_posenc.api", "import hf_posenc"),
-        ("hf_posenc.registry", "if TYPE_CHECKING:\n    pass\nelse:\n    from .schemes import base"),
+        ("hf_posenc.core.registry", "if TYPE_CHECKING:\n    pass\nelse:\n    from ..schemes import base"),
     ],
 )
 def test_a_wrong_import_is_found(module, source):
     assert violations(source, module)
 
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        (
-            "hf_posenc.schemes.alibi",
-            "from .base import Scheme\nfrom ..registry import register_scheme\nimport math, torch",
-        ),
-        ("hf_posenc.schemes.base", "from transformers import initialization as init"),
-        ("hf_posenc.schemes.base", "from transformers.initialization import normal_"),
-        ("hf_posenc.registry", "if TYPE_CHECKING:\n    from hf_posenc.schemes.base import Scheme"),
-        (
-            "hf_posenc.upstream.attention",
-            "import transformers\nfrom ..engines import reference\nfrom ..schemes.base import Scheme",
-        ),
-        ("hf_posenc.evaluation.perplexity", "from hf_posenc import patch_model"),
-    ],
-)
-def test_a_right_import_is_allowed(module, source):
-    assert violations(source, module) == []
-
-
-# ------------------------------------------------------------------------------------------------- who may know what
 
 SCHEME_CLASSES = {scheme_class(name).__name__ for name in available_schemes()} | {
     "ScoreScheme",
@@ -155,24 +100,6 @@ SCHEME_CLASSES = {scheme_class(name).__name__ for name in available_schemes()} |
     "RotaryScheme",
 }
 FORMS = {name for name, each in vars(forms).items() if isinstance(each, type) and issubclass(each, forms.Form)}
-REGISTRIES = {
-    ("hf_posenc.registry", "_SCHEMES"),
-    ("hf_posenc.registry", "_FAMILIES"),
-    ("hf_posenc.registry", "_REFUSED"),
-    ("hf_posenc.registry", "_ENTRY_POINTS"),  # what installed packages offer for these two, not imported yet
-    ("hf_posenc.registry", "_BROKEN"),  # and what of it cannot be made: a module registers its scheme only once
-    # One class for each stock class, however often it is asked for: otherwise two models would be of different types.
-    ("hf_posenc.checkpoints.model_classes", "config_class"),
-    ("hf_posenc.checkpoints.model_classes", "_model_class"),
-    ("hf_posenc.checkpoints.model_classes", "register_models"),  # fills transformers' registries, once for each class
-    # What the processor can do, which does not change; torch.compile's own wrapper, which keeps kernels by itself; and
-    # whether these kernels are right, which a self-test of seconds finds once for each kind.
-    ("hf_posenc.engines.cpu_features", "has_amx"),
-    ("hf_posenc.engines.cpu_features", "multiplies_bfloat16"),
-    ("hf_posenc.engines.flex", "compiled"),
-    ("hf_posenc.engines.selftest", "tried"),
-}
-CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 
 def asks_what_a_scheme_is(source, module):
@@ -201,7 +128,7 @@ def asks_what_a_scheme_is(source, module):
 
 def asks_what_a_form_is(source, module):
     """Lines outside `forms` that look at the class of a form, in words. `forms.for_form` reads tables by class."""
-    if part_of(module) == "forms":
+    if module == "hf_posenc.core.forms":
         return []
     found = []
     for node in ast.walk(parse(source)):
@@ -230,75 +157,27 @@ def names_an_architecture(source, module):
     ]
 
 
-def keeps_state(source, module):
-    """Names of a module that its functions change, or that remember calls, in words. A `cached_property` ends with its object."""
-    tree = parse(source)
-    own = {
-        target.id
-        for node in tree.body
-        if isinstance(node, (ast.Assign, ast.AnnAssign))
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    found = set()
-    for function in [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]:
-        for node in ast.walk(function):
-            if isinstance(node, ast.Global):
-                found |= set(node.names)
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
-                found |= {node.value.id} & own if isinstance(node.value, ast.Name) else set()
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
-                found |= {node.func.value.id} & own if isinstance(node.func.value, ast.Name) else set()
-        decorators = [ast.unparse(each) for each in getattr(function, "decorator_list", ())]
-        if any("cache" in each and "cached_property" not in each for each in decorators):
-            found.add(function.name)
-    return [f"{module} keeps state in {name}" for name in sorted(found) if (module, name) not in REGISTRIES]
-
-
-def reads_a_flag_of_a_placement(source, module):
-    """Lines that read a plain attribute of a placement: it decides by methods, so that nobody else has to."""
-    return [
-        f"{module}:{node.lineno} reads acts_on.{node.attr}, which is no method"
-        for node in ast.walk(parse(source))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "acts_on"
-        and node.attr != "words"
-        and not callable(getattr(Placement, node.attr, None))
-    ]
-
-
 @pytest.mark.parametrize(
     "rule",
-    [asks_what_a_scheme_is, asks_what_a_form_is, names_an_architecture, keeps_state, reads_a_flag_of_a_placement],
+    [asks_what_a_scheme_is, asks_what_a_form_is, names_an_architecture],
 )
 def test_a_rule_holds(rule):
     assert [each for path, module, _ in FILES for each in rule(path.read_text(encoding="utf-8"), module)] == []
 
 
-@pytest.mark.parametrize(
-    ("rule", "source"),
-    [
-        (asks_what_a_scheme_is, "def f(s):\n    return isinstance(s, (int, Rope))"),
-        (asks_what_a_scheme_is, "def f(s):\n    return isinstance(s, base.ScoreScheme)"),
-        (asks_what_a_scheme_is, "def f(s):\n    return s.name == 'nope'"),
-        (asks_what_a_scheme_is, "def f(s):\n    return s.name in ('alibi', 'x')"),
-        (asks_what_a_form_is, "def f(x):\n    return isinstance(x, (int, Bias))"),
-        (asks_what_a_form_is, "def f(x):\n    return isinstance(x, forms.Factors)"),
-        (asks_what_a_form_is, "def f(call):\n    return isinstance(call.form, self.forms)"),
-        (asks_what_a_form_is, "def f(x):\n    return type(x) is Slopes"),
-        (asks_what_a_form_is, "def f(x):\n    return type(x) in (Slopes, Bias)"),
-        (asks_what_a_form_is, "def f(x):\n    return x.__class__.__name__ == 'Slopes'"),
-        (asks_what_a_form_is, "def f(form):\n    return TABLE[type(form)]"),
-        (asks_what_a_form_is, "def f(x):\n    match x:\n        case Bias():\n            return 1"),
-        (names_an_architecture, "def f(c):\n    return c.model_type == 'gemma2'"),
-        (names_an_architecture, "TWINS = {'llama': 1}"),
-        (reads_a_flag_of_a_placement, "def f(s):\n    return s.acts_on.rotates"),
-        (keeps_state, "SEEN = {}\ndef f(x):\n    SEEN[x] = 1"),
-        (keeps_state, "SEEN: list = []\ndef f(x):\n    SEEN.append(x)"),
-        (keeps_state, "COUNT = 0\ndef f():\n    global COUNT\n    COUNT += 1"),
-        (keeps_state, "import functools\n@functools.cache\ndef f(x):\n    return x"),
-    ],
-)
-def test_a_broken_rule_is_found(rule, source):
-    assert rule(source, "hf_posenc.verification")
+def test_recipes_do_not_import_entry_points_or_each_other_in_a_circle():
+    modules = {m.rpartition(".")[2]: p.read_text(encoding="utf-8") for p, m, _ in FILES if ".recipes." in f"{m}."}
+    own = {
+        name: {
+            each.split(".")[2]
+            for each in imported_names(text, f"hf_posenc.recipes.{name}", False)
+            if ".recipes." in each
+        }
+        for name, text in modules.items()
+    }
+    entry_points = {name for name, text in modules.items() if '\nif __name__ == "__main__":' in text}
+    assert entry_points >= {"calibrate", "extend_context", "compare_schemes", "pretrain", "evaluate"}
+    assert {
+        name: others & entry_points - {name} for name, others in own.items() if others & entry_points - {name}
+    } == {}
+    TopologicalSorter({name: others & set(modules) - {name} for name, others in own.items()}).prepare()

@@ -1,20 +1,25 @@
 """Schemes and families of other packages: found by their entry points, imported when they are used, and in nobody's way."""
 
+import importlib
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
 from importlib.metadata import Distribution, EntryPoint, EntryPoints
 from pathlib import Path
 
+import peft
 import pytest
+import torch
 import transformers
-from families import tiny
+from transformers.models.auto import configuration_auto
 
-from hf_posenc import PluginError, UnknownSchemeError, UnsupportedModelError, available_schemes, classes, registry
+import hf_posenc
+from hf_posenc import PluginError, UnknownSchemeError, UnsupportedModelError, available_schemes, classes, patch_model
 from hf_posenc.checkpoints import auto_classes as announce
-from hf_posenc.cli import main
-from hf_posenc.registry import FAMILIES, SCHEMES, family_for, scheme_class, supported_model_types
+from hf_posenc.core import registry
+from hf_posenc.core.registry import FAMILIES, SCHEMES, family_for, scheme_class
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "tests/project/plugin"
@@ -32,7 +37,7 @@ def installed(tmp_path_factory):
     """A folder that pip has installed the example package into."""
     folder = tmp_path_factory.mktemp("installed")
     source = tmp_path_factory.mktemp("source")
-    for file in ("pyproject.toml", "posenc_example.py"):  # building leaves folders behind
+    for file in ("pyproject.toml", "posenc_example.py", "posenc_own_classes.py"):  # building leaves folders behind
         (source / file).write_bytes((PLUGIN / file).read_bytes())
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     subprocess.run([sys.executable, "-m", "pip", "install", *options, "--target", folder, source], check=True)
@@ -99,42 +104,48 @@ def test_a_new_process_loads_what_was_saved(installed, saved):
     assert "root_penalty(start=0.25)" in python(code, installed)
 
 
-@pytest.mark.slow
-def test_without_the_package_the_error_says_what_is_missing(saved):
-    code = f"""
-    import hf_posenc
-    from hf_posenc import Family, UnknownSchemeError, UnsupportedModelError, register_family
-    folder = {str(saved / "hyperclovax")!r}
-    try:
-        hf_posenc.from_pretrained(folder)
-    except UnsupportedModelError as error:
-        print("\\nSAID", error)
-    try:
-        AutoModelForCausalLM.from_pretrained(folder)
-    except ValueError as error:
-        print("\\nSAID", ascii(str(error)))
-    try:
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    except UnsupportedModelError as error:
-        print("\\nSAID", error)
-    register_family(Family(model_types=("hyperclovax",)))  # by hand, after the import
-    for load in (hf_posenc.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        try:
-            load(folder)
-        except UnknownSchemeError as error:
-            print("\\nSAID", error)
-    """
-    family, auto, trusted, *scheme = [line for line in python(code).splitlines() if line.startswith("SAID")]
-    assert "model type 'hyperclovax' cannot be patched: nobody has yet described" in family
-    assert "install or import the package that brings its family" in family
-    assert trusted == family
-    assert "custom code" in auto  # transformers knows no posenc_hyperclovax, and says what it has to say to that
-    assert len(scheme) == 2
-    for said in scheme:
-        assert "unknown scheme 'root_penalty'; choose from alibi" in said
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-# -------------------------------------------------------------------------------------------- what can go wrong with names
+@pytest.fixture
+def stranger(monkeypatch):
+    """The module with the classes, imported; transformers and the registries forget them afterwards."""
+    autos = (transformers.AutoModel, transformers.AutoModelForCausalLM)
+    for mapping in (transformers.CONFIG_MAPPING, *(auto._model_mapping for auto in autos)):
+        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    monkeypatch.setitem(configuration_auto.CONFIG_MAPPING_NAMES, "posenc_stranger", "")
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    yield importlib.import_module("posenc_own_classes")
+    del sys.modules["posenc_own_classes"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.parametrize("scheme", ["alibi", "rope"])
+def test_classes_of_ones_own_are_found_by_every_loader(scheme, stranger, tmp_path):
+    config = stranger.StrangerConfig(**SIZES, initializer_range=0.2)
+    hf_posenc.register_family(stranger.STRANGER)
+    model = patch_model(stranger.StrangerForCausalLM(config).eval(), scheme)
+    ids = torch.arange(3, 20)[None]
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path / "model")
+    adapted = peft.get_peft_model(
+        hf_posenc.from_pretrained(tmp_path / "model"), peft.LoraConfig(target_modules="all-linear")
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaders = {
+        "ours": lambda: hf_posenc.from_pretrained(tmp_path / "model"),
+        "auto": lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+        "class": lambda: classes.PosEncStrangerForCausalLM.from_pretrained(tmp_path / "model"),
+        "adapter": lambda: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter"),
+        "pickle": lambda: pickle.loads(pickle.dumps(model)),
+    }
+    for name, load in loaders.items():
+        assert load().eval()(ids).logits.equal(expected), name
+    body = transformers.AutoModel.from_pretrained(tmp_path / "model").eval()
+    assert model.lm_head(body(ids).last_hidden_state).equal(expected)
+    with pytest.raises(UnsupportedModelError, match=f"no stock class computes {scheme} on stranger"):
+        hf_posenc.export_stock(model, tmp_path / "export")  # the stock model would have both positions again
 
 
 class Fake(Distribution):
@@ -155,7 +166,6 @@ def offers(monkeypatch, tmp_path):
     """`(group, name, value, distribution)`... -> as if these were installed; the registries are put back afterwards."""
     monkeypatch.setattr(registry, "_ENTRY_POINTS", {})
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
-    monkeypatch.setattr(registry, "_BROKEN", {})
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "offered.py").write_text(
@@ -167,10 +177,6 @@ def offers(monkeypatch, tmp_path):
 
             @dataclass(frozen=True, kw_only=True)
             class Fine(Scheme):
-                name: ClassVar[str] = "fine"
-
-            @dataclass(frozen=True, kw_only=True)
-            class Twin(Scheme):
                 name: ClassVar[str] = "fine"
 
             class Loose(Scheme):
@@ -190,14 +196,6 @@ def offers(monkeypatch, tmp_path):
         encoding="utf-8",
     )
 
-    (tmp_path / "exits.py").write_text("raise SystemExit(1)")
-    (tmp_path / "registers.py").write_text(
-        "from dataclasses import dataclass\nimport hf_posenc\n"
-        "@hf_posenc.register_scheme\n@dataclass(frozen=True, kw_only=True)\n"
-        "class Faulty(hf_posenc.Scheme):\n    name = 'faulty'\n"
-        "    def __post_init__(self):\n        raise RuntimeError('no licence')\n"
-    )
-
     def install(*rows):
         found = EntryPoints(EntryPoint(name, value, group)._for(Fake(of)) for group, name, value, of in rows)
         monkeypatch.setattr(registry, "entry_points", lambda: found)
@@ -206,29 +204,17 @@ def offers(monkeypatch, tmp_path):
         registry.supported_model_types()
 
     yield install
-    for name in ("offered", "registers"):
-        sys.modules.pop(name, None)
-
-
-def test_an_undecorated_class_is_registered_by_its_entry_point(offers):
-    offers((SCHEMES, "fine", "offered:Fine", "one"))
-    assert "fine" in available_schemes()
-    assert "offered" not in sys.modules
-    assert scheme_class("fine").__module__ == "offered"
+    sys.modules.pop("offered", None)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
         ("gone", "no_such_module:Fine", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("gone", "offered:Gone", "cannot be loaded: AttributeError"),
-        ("gone", "offered", "must register a scheme named 'gone'"),
-        ("gone", "offered:Fine", "must register a scheme named 'gone'"),
+        ("gone", "offered:Fine", "must lead to a scheme class named 'gone'"),
         ("gone", "offered:number", "must lead to a scheme class"),
         ("loose", "offered:Loose", "must be a frozen dataclass"),
         ("faulty", "offered:Faulty", "cannot be made without arguments: RuntimeError: no licence"),
-        ("faulty", "registers", "cannot be made without arguments: RuntimeError: no licence"),
-        ("gone", "exits:Fine", "cannot be loaded: SystemExit: 1"),
     ],
 )
 def test_a_broken_scheme_breaks_its_own_name_only(offers, name, value, said):
@@ -242,15 +228,6 @@ def test_a_broken_scheme_breaks_its_own_name_only(offers, name, value, said):
     assert scheme_class("alibi")
     with pytest.raises(UnknownSchemeError, match=r"choose from alibi, .*fine"):
         scheme_class("nobody")
-
-
-def test_the_command_lists_the_others_beside_a_broken_one(offers, capsys):
-    offers((SCHEMES, "gone", "no_such_module:Gone", "broken-package"), (SCHEMES, "fine", "offered:Fine", "one"))
-    assert main(["schemes"]) == 0
-    lines = capsys.readouterr().out
-    assert "gone\n    cannot be used: hf_posenc.schemes entry point 'gone'" in lines
-    assert "fine()" in lines
-    assert "alibi(" in lines
 
 
 @pytest.mark.parametrize(
@@ -271,12 +248,6 @@ def test_a_broken_family_breaks_its_own_name_only(offers, value, said):
         family_for("hyperclova")
 
 
-def test_a_family_of_two_model_types_has_two_entry_points(offers):
-    offers((FAMILIES, "hyperclovax", "offered:TWO", "one"), (FAMILIES, "diffllama", "offered:TWO", "one"))
-    assert {"hyperclovax", "diffllama"} <= set(supported_model_types())
-    assert family_for("diffllama") is family_for("hyperclovax")
-
-
 @pytest.mark.parametrize("group", [SCHEMES, FAMILIES])
 def test_a_name_of_two_packages_is_nobodys(offers, group):
     name, value = ("fine", "offered:Fine") if group == SCHEMES else ("hyperclovax", "offered:ROW")
@@ -291,48 +262,3 @@ def test_nobody_replaces_what_the_package_has(offers, group, name):
     with pytest.warns(UserWarning, match=rf"{name!r} = 'offered:Fine' of one 7.0 is ignored: hf_posenc has a"):
         offers((group, name, "offered:Fine", "one"))
     assert (scheme_class("alibi"), family_for("llama")) == before
-
-
-def test_a_class_of_somebody_else_cannot_take_an_offered_name(offers):
-    offers((SCHEMES, "fine", "offered:Fine", "one"))
-    import offered
-
-    offered.Fine.__module__ = "somebody"
-    with pytest.raises(ValueError, match=r"'fine' of somebody.Fine is taken by .* of one 7.0"):
-        registry.register_scheme(offered.Fine)
-    scheme_class_of = registry.register_scheme(offered.Twin)  # the package itself, imported before its name was used
-    assert scheme_class("fine") is scheme_class_of
-
-
-def test_a_model_type_that_transformers_lacks_is_a_warning(offers):
-    offers((FAMILIES, "lama", "offered:ROW", "one"))
-    with pytest.warns(
-        UserWarning, match=r"'lama' = .* of one 7.0 cannot be used: the installed transformers has no such model type"
-    ):
-        announce.announce_all()
-
-
-def test_names_of_classes_that_are_none():
-    with pytest.raises(AttributeError, match="PosEncNothing"):
-        classes.PosEncNothing  # noqa: B018
-    with pytest.raises(UnsupportedModelError, match="model type 'bert' cannot be patched: it is an encoder"):
-        classes.PosEncBertModel  # noqa: B018
-
-
-@pytest.mark.parametrize("name", ["base", "two words", "dotted.name", ""])
-def test_a_name_that_no_buffer_could_have_is_refused(offers, name):
-    offers()
-    import offered
-
-    offered.Fine.name = name
-    with pytest.raises(ValueError, match="must be an identifier"):
-        registry.register_scheme(offered.Fine)
-
-
-def test_the_examples_model_type_is_served_by_nobody_else():
-    """Or the test of the package from outside would test a family of this one."""
-    assert "hyperclovax" not in supported_model_types()
-    assert "hyperclovax" in transformers.CONFIG_MAPPING
-    with pytest.raises(UnsupportedModelError):
-        family_for("hyperclovax")
-    assert tiny("llama").config.model_type in supported_model_types()

@@ -1,6 +1,5 @@
 """Registries: one file per scheme, one name per file, no duplicates, and docstrings that say what they must."""
 
-import importlib
 import inspect
 import pkgutil
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,9 +9,9 @@ import pytest
 from asked import lacks
 
 import hf_posenc
-from hf_posenc import Scheme, ScoreScheme, UnknownSchemeError, available_schemes, registry, schemes
-from hf_posenc.placement import Placement
-from hf_posenc.registry import register_scheme, scheme_class
+from hf_posenc import Scheme, available_schemes, schemes
+from hf_posenc.core import registry
+from hf_posenc.core.registry import register_scheme, scheme_class
 from hf_posenc.schemes.base import EVERY_SCHEME
 
 FILES = sorted(module.name for module in pkgutil.iter_modules(schemes.__path__) if module.name != "base")
@@ -27,50 +26,8 @@ def test_a_scheme_lacks_nothing(name):
     assert lacks(name) == []
 
 
-def test_what_a_new_scheme_lacks(monkeypatch):
-    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
-
-    @register_scheme
-    @dataclass(frozen=True, kw_only=True)
-    class Smoke(ScoreScheme):
-        """Bias.
-
-        Source: nowhere.
-        """
-
-        name: ClassVar[str] = "smoke"
-        threshold: float = 1.0
-
-    found = "\n".join(lacks("smoke"))
-    for place in (
-        "smoke.py: a line of the docstring that starts with 'Equation'",
-        "cases.py: a case, and above it the formula",
-        "rows.py: a row",
-        "values: two of threshold",
-        "wrong: a value of threshold",
-        "README.md",
-        "docs/schemes.md",
-    ):
-        assert place in found
-    assert "'Source'" not in found
-    with pytest.raises(SystemExit, match="neither a registered scheme nor a served model type"):
-        lacks("ashes")
-
-
 def test_a_model_type_lacks_nothing():
     assert [*lacks("llama"), *lacks("falcon")] == []
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_defines_the_scheme_it_is_named_after(name):
-    module = importlib.import_module(f"hf_posenc.schemes.{name}")
-    defined = [
-        thing
-        for _, thing in inspect.getmembers(module, inspect.isclass)
-        if issubclass(thing, Scheme) and thing.__module__ == module.__name__
-    ]
-    assert [thing.name for thing in defined] == [name]
-    assert defined[0] is scheme_class(name)
 
 
 @pytest.mark.parametrize("name", available_schemes())
@@ -86,16 +43,7 @@ def test_a_scheme_is_a_frozen_keyword_only_dataclass_with_defaults(name):
     if fields(cls):
         with pytest.raises((TypeError, ValueError)):  # ValueError of the only field that may be positional
             cls(1)
-    assert isinstance(scheme.acts_on, Placement)
-
-
-@pytest.mark.parametrize("name", available_schemes())
-@pytest.mark.parametrize("heading", ["Equation", "Beyond the training length", "Deviations", "Source"])
-def test_a_docstring_has_every_part(name, heading):
-    lines = [line.strip() for line in inspect.getdoc(scheme_class(name)).splitlines()]
-    found = [line for line in lines if line.startswith((f"{heading}:", f"{heading}s ", f"{heading} "))]
-    assert len(found) == 1, f"{name}: one line must start with {heading!r}"
-    assert len(found[0].partition(":")[2].strip()) > 4
+    assert scheme.place
 
 
 @pytest.mark.parametrize("name", available_schemes())
@@ -130,13 +78,6 @@ def test_a_duplicate_is_refused(own_registry):
     assert scheme_class("alibi").__name__ == "Alibi"
 
 
-def test_a_new_scheme_is_available_at_once(own_registry):
-    cls = register_scheme(scheme_named("another"))
-    assert register_scheme(cls) is cls
-    assert "another" in available_schemes()
-    assert scheme_class("another") is cls
-
-
 def test_a_cell_that_runs_again_replaces_its_own_class_only(own_registry):
     source = """
 @register_scheme
@@ -155,16 +96,6 @@ class Cell(Scheme):
     register_scheme(one)
     with pytest.raises(ValueError, match="rename one of them"):  # two classes that a function made are two
         register_scheme(other)
-
-
-def test_names_are_sorted_and_an_unknown_one_gets_them_all():
-    assert list(available_schemes()) == sorted(available_schemes())
-    assert set(available_schemes()) >= {
-        "nope", "sinusoidal", "learned", "rope", "transformer_xl", "shaw", "alibi", "da_transformer",
-    }  # fmt: skip
-    with pytest.raises(UnknownSchemeError) as error:
-        scheme_class("rotary")
-    assert all(name in str(error.value) for name in available_schemes())
 
 
 def test_public_names_exist():

@@ -1,7 +1,6 @@
 """The launch files of recipes/accelerate are read by accelerate itself, and say what they mean to say."""
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "accelerate"
 KINDS = {
@@ -61,14 +60,6 @@ def test_keys_inside_are_options_of_accelerate_launch(name):
     assert bool(inside) == (KINDS[name] in (DistributedType.FSDP, DistributedType.DEEPSPEED))
 
 
-def test_a_wrong_key_is_an_error(tmp_path):
-    text = (FOLDER / "ddp.yaml").read_text(encoding="utf-8")
-    path = tmp_path / "wrong.yaml"
-    path.write_text(text + "number_of_processes: 2\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="number_of_processes"):
-        load_config_from_file(str(path))
-
-
 @pytest.mark.parametrize("name", ["fsdp2", "context_parallel"])
 def test_fsdp_is_version_2_with_the_whole_model_on_every_process(name, environment):
     arguments = launched(name)
@@ -95,20 +86,3 @@ def test_deepspeed_gets_its_stage_and_clipping(name, stage):
     assert env["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "1"
     assert env["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "false"
     assert env.get("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL") == ("true" if stage == "3" else None)
-
-
-def test_the_others_start_as_many_processes_as_they_say():
-    assert launched("ddp").num_processes == 8
-    assert launched("ddp", "--num_processes", "2").num_processes == 2
-    node = launched("multi_node", "--machine_rank", "1", "--main_process_ip", "10.0.0.1")
-    assert (node.num_machines, node.num_processes, node.machine_rank, node.main_process_ip) == (2, 16, 1, "10.0.0.1")
-    _, env = prepare_simple_launcher_cmd_env(launched("one_gpu"))
-    assert env["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_it_says_what_it_is_for_and_how_to_start(name):
-    comments = [line for line in (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
-    text = " ".join(line.lstrip("# ") for line in comments)
-    assert re.search(rf"accelerate launch --config_file recipes/accelerate/{name}\.yaml ", text)
-    assert "For: " in text

@@ -48,8 +48,7 @@ def test_files_of_every_kind_give_the_same_documents(corpus, tokenizer, tmp_path
         ("splits", {"text_column": "story", "data_split": "second"}),
     ):
         arguments = corpus.DataArguments(data=[str(tmp_path / name)], **options)
-        corpus.check(arguments, needs_data=True)
-        documents = corpus.documents(tokenizer, arguments, None, 10**6)
+        documents = corpus.documents(tokenizer, arguments, max_tokens=10**6)
         assert texts_of(documents, tokenizer) == texts
         assert [document.bytes for document in documents] == [3, 9, 11]
         # Bytes, and the mark that ends a document.
@@ -59,14 +58,15 @@ def test_files_of_every_kind_give_the_same_documents(corpus, tokenizer, tmp_path
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["folder"], {}, "is a folder, but not a dataset written by save_to_disk of datasets: name its files"),
-        (["saved"], {"data_split": "test"}, "--data-split is not for text from"),
+        (["folder"], {}, "--data .*folder: "),
         (["splits"], {"data_split": "test"}, "--data-split test: .*splits has first, second"),
-        (["saved", "saved"], {}, "one saved dataset at a time, not 2"),
+        (["a.jsonl"], {"text_column": "story"}, "--text-column story: .* has columns text; name one"),
         (["a.txt", "b"], {}, "--data .*b: no such file"),
-        (["a.txt", "saved"], {}, "files of one kind at a time, not saved and text"),
-        (["a.parquet.gz"], {}, "parquet is compressed already, so .gz is not read: gunzip it first"),
-        (["broken.txt.gz"], {}, "broken.txt.gz: not readable as UTF-8 text"),
+        (["a.txt", "a.jsonl"], {}, "files of one kind at a time, not json and text"),
+        (["broken.txt.gz"], {}, "--data .*broken.txt.gz: "),
+        (["latin.txt"], {}, "--data .*latin.txt: .*utf-8"),
+        (["empty.txt"], {}, "there is no text in .*empty.txt"),
+        (["blank.txt"], {}, "there is no text in .*blank.txt"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_what_to_do(corpus, tokenizer, tmp_path, names, options, message):
@@ -76,14 +76,16 @@ def test_what_cannot_be_read_is_refused_with_what_to_do(corpus, tokenizer, tmp_p
     rows.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"first": rows, "second": rows}).save_to_disk(tmp_path / "splits")
     (tmp_path / "folder").mkdir()
-    for name in ("a.txt", "a.parquet.gz"):
-        (tmp_path / name).write_text("one")
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "blank.txt").write_text(" \n\t\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(b"one")[:-9])
     arguments = corpus.DataArguments(data=[str(tmp_path / name) for name in names], **options)
 
     def read():
-        corpus.check(arguments, needs_data=True)
-        corpus.documents(tokenizer, arguments, None, 1)
+        corpus.documents(tokenizer, arguments)
 
     with pytest.raises(corpus.UsageError, match=message):
         read()
@@ -94,61 +96,37 @@ def test_repeated_documents_count_once(corpus, tokenizer, tmp_path):
     (tmp_path / "b.txt").write_text("two\n\nthree")
     files = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     arguments = corpus.DataArguments(data=files, separator=r"\n\n")
-    assert texts_of(corpus.documents(tokenizer, arguments, None, 1), tokenizer) == ["one", "two", "three"]
-
-
-def test_tokens_are_cached_by_content(corpus, tokenizer, tmp_path, monkeypatch):
-    path = tmp_path / "a.txt"
-    path.write_text("one")
-    arguments = corpus.DataArguments(data=[str(path)])
-    first = corpus.documents(tokenizer, arguments, None, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus, "encode", lambda *_: pytest.fail("tokenised again"))
-        again = corpus.documents(tokenizer, arguments, None, 1)
-    assert torch.equal(first[0].tokens, again[0].tokens)
-    path.write_text("two")  # the same name, another text
-    assert texts_of(corpus.documents(tokenizer, arguments, None, 1), tokenizer) == ["two"]
+    assert texts_of(corpus.documents(tokenizer, arguments), tokenizer) == ["one", "two", "three"]
 
 
 def test_streaming_reads_no_more_than_needed(corpus, tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": f"{number:09}"}) for number in range(100)))
     arguments = corpus.DataArguments(data=[str(path)], streaming=True)
-    assert len(corpus.documents(tokenizer, arguments, None, 25)) == 3  # ten tokens each
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_much_text_shows_how_far_it_is(corpus, tokenizer, tmp_path, monkeypatch, capsys, streaming):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"{streaming}{number:09}"}) for number in range(100)))
-    arguments = corpus.DataArguments(data=[str(path)], streaming=streaming)
-    for large, shown in ((10_000, False), (1, True)):
-        monkeypatch.setattr(corpus, "PROGRESS_BAR_FROM", large)
-        monkeypatch.setattr(corpus.datasets.config, "HF_DATASETS_CACHE", tmp_path / str(large))
-        corpus.documents(tokenizer, arguments, None, 2_000)
-        assert ("tokenizing" in capsys.readouterr().err) == shown
+    assert len(corpus.documents(tokenizer, arguments, max_tokens=25)) == 3  # ten tokens each
 
 
 def test_held_out_text_is_never_trained_on(corpus, tokenizer):
     documents = [corpus.Document(torch.full((10 + index,), index), 10 + index) for index in range(20)]
-    for seed in range(5):
-        training, held_out = corpus.split(documents, tokenizer, eval_tokens=45, seed=seed)
+    for first in range(5):
+        documents = documents[first:] + documents[:first]
+        training, held_out = corpus.split(documents, tokenizer, eval_tokens=45)
         numbers = [{int(document.tokens[0]) for document in part} for part in (training, held_out)]
         assert not numbers[0] & numbers[1]
         assert len(numbers[0] | numbers[1]) == 20
         assert sum(len(document.tokens) for document in held_out) == 45
-        whole = sum(len(documents[number].tokens) for number in numbers[1])
-        assert whole - max(len(documents[number].tokens) for number in numbers[1]) < 45  # no document more than needed
+        whole = [10 + number for number in numbers[1]]
+        assert sum(whole) - max(whole) < 45  # no document more than needed
     words = torch.tensor(tokenizer("x" * 20).input_ids)
     books = [corpus.Document(words, 20)] * 5
-    training, held_out = corpus.split(books, tokenizer, eval_tokens=30, seed=0)
+    training, held_out = corpus.split(books, tokenizer, eval_tokens=30)
     assert [(len(document.tokens), document.bytes) for document in held_out] == [(20, 20), (10, 10)]
     assert len(training) == 3  # what is not measured is not trained on either
     text = torch.tensor(tokenizer("x" * 100).input_ids)
-    training, held_out = corpus.split([corpus.Document(text, 100)], tokenizer, eval_tokens=30, seed=0)
+    training, held_out = corpus.split([corpus.Document(text, 100)], tokenizer, eval_tokens=30)
     assert (len(training[0].tokens), len(held_out[0].tokens), held_out[0].bytes) == (70, 30, 30)
     marked = torch.cat([text, torch.tensor([tokenizer.eos_token_id])])  # a mark is a token, but no text
-    _, held_out = corpus.split([corpus.Document(marked, 100)], tokenizer, eval_tokens=30, seed=0)
+    _, held_out = corpus.split([corpus.Document(marked, 100)], tokenizer, eval_tokens=30)
     assert (len(held_out[0].tokens), held_out[0].bytes) == (30, 29)
 
 
@@ -215,8 +193,7 @@ def test_of_chats_only_what_the_assistant_says_counts(corpus, tokenizer, chats, 
     """A mask made by hand: the answers with what ends them, not the prompt before them."""
     tokenizer.chat_template = template
     arguments = corpus.DataArguments(data=[str(chats)], text_column="messages", streaming=streaming)
-    corpus.check(arguments, needs_data=True)
-    found = corpus.documents(tokenizer, arguments, None, 10**6)
+    found = corpus.documents(tokenizer, arguments, max_tokens=10**6)
     assert texts_of(found, tokenizer) == [WRITTEN, WRITTEN[:12]]
     for document in found:
         assert "".join(" #"[mark] for mark in document.counted) == COUNTED[: len(document.tokens)]
@@ -229,8 +206,8 @@ def test_of_chats_only_what_the_assistant_says_counts(corpus, tokenizer, chats, 
     assert targets.tolist() == [*expected, corpus.IGNORED]
     (kept,) = corpus.cut(found[:1], tokenizer, 11)
     assert kept.counted.tolist() == [mark == "#" for mark in COUNTED[:11]]
-    other = corpus.Text(1, [corpus.Document(found[0].tokens, found[0].bytes)], [])
-    assert other.digest() != corpus.Text(1, found[:1], []).digest()
+    other = corpus.Text("", "json", 1, [corpus.Document(found[0].tokens, found[0].bytes)], [])
+    assert other.digest() != corpus.Text("", "json", 1, found[:1], []).digest()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +225,7 @@ def test_chats_that_cannot_be_masked(corpus, tokenizer, chats, template, message
     tokenizer.chat_template = template
     arguments = corpus.DataArguments(data=[str(chats)], text_column="messages")
     with pytest.raises(corpus.UsageError, match=message):
-        corpus.documents(tokenizer, arguments, None, 10**6)
+        corpus.documents(tokenizer, arguments, max_tokens=10**6)
 
 
 def test_the_loss_of_a_step_is_that_of_the_assistants_tokens(recipes, tiny_checkpoints, tmp_path):

@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from recipe_runs import Stop, assert_same_weights, in_process, metrics, options
+from recipe_runs import assert_same_weights, in_process, metrics, options, stopped_at
 from situations import patched_model
 
 import hf_posenc
 
-POSE = {"positions": "pose", "position_length": 100, "pose_chunks": 3}
+POSE = {"positions": "pose", "position_length": 100}
 RANDOMISED = {"positions": "randomised", "position_length": 100}
 REAL = {"positions": "real", "position_length": 100}
 
@@ -21,9 +21,9 @@ def positions(recipes):
 
 
 def test_pose_is_the_papers(positions):
-    """Zhu et al. 2023, equations (4) and (5): chunks that count on, and skips that never fall, up to the target."""
+    """Zhu et al. 2023, equations (4) and (5): two chunks, the second after a skip, up to the target."""
     tokens, target = 6, 9
-    drawn = positions.ChosenPositions("pose", target, 2, seed=0)
+    drawn = positions.ChosenPositions("pose", target, seed=0)
     seen = {tuple(drawn.draw(window, tokens)) for window in range(2000)}
     wanted = {
         tuple([*range(cut), *(token + skip for token in range(cut, tokens))])
@@ -31,20 +31,11 @@ def test_pose_is_the_papers(positions):
         for skip in range(target - tokens + 1)
     }
     assert seen == wanted  # every cut with every skip, and nothing else
-    three = positions.ChosenPositions("pose", target, 3, seed=0)
-    wanted = {
-        tuple(token + (0 if token < first else one if token < second else two) for token in range(tokens))
-        for first in range(1, tokens)
-        for second in range(first + 1, tokens)
-        for one in range(target - tokens + 1)
-        for two in range(one, target - tokens + 1)
-    }
-    assert {tuple(three.draw(window, tokens)) for window in range(6000)} == wanted
 
 
 def test_the_skips_of_pose_are_uniform(positions):
-    """`u_1` of two chunks is drawn from all skips alike, and the cut from all places."""
-    drawn = positions.ChosenPositions("pose", 12, 2, seed=1)
+    """`u` is drawn from all skips alike, and the cut from all places."""
+    drawn = positions.ChosenPositions("pose", 12, seed=1)
     rows = torch.tensor([drawn.draw(window, 8) for window in range(4000)])
     skips = torch.bincount(rows[:, -1] - 7, minlength=5) / len(rows)
     assert torch.allclose(skips, torch.full((5,), 0.2), atol=0.03)
@@ -54,7 +45,7 @@ def test_the_skips_of_pose_are_uniform(positions):
 
 def test_randomised_positions_are_the_papers(positions):
     """Ruoss et al. 2023, section 3.1: a subset of 0 .. P - 1, all subsets alike, sorted."""
-    drawn = positions.ChosenPositions("randomised", 5, 2, seed=0)
+    drawn = positions.ChosenPositions("randomised", 5, seed=0)
     rows = [tuple(drawn.draw(window, 3)) for window in range(4000)]
     wanted = {(a, b, c) for a in range(5) for b in range(a + 1, 5) for c in range(b + 1, 5)}
     assert set(rows) == wanted
@@ -63,7 +54,7 @@ def test_randomised_positions_are_the_papers(positions):
 
 def test_real_positions_are_uniform(positions):
     """Sorted draws of a uniform number: on average, the n-th of N is at n / (N + 1) of the way."""
-    rows = positions.ChosenPositions("real", 11, 2, seed=0).inputs(range(4000), 4)["position_ids"]
+    rows = positions.ChosenPositions("real", 11, seed=0).inputs(range(4000), 4)["position_ids"]
     assert rows.dtype == torch.float32
     assert torch.allclose(rows.mean(0), torch.tensor([2.0, 4.0, 6.0, 8.0]), atol=0.15)
     assert (rows != rows.round()).float().mean() > 0.99
@@ -71,7 +62,7 @@ def test_real_positions_are_uniform(positions):
 
 @pytest.mark.parametrize("kind", ["pose", "randomised", "real"])
 def test_positions_depend_on_seed_and_window_alone(positions, kind):
-    first, second = (positions.ChosenPositions(kind, 500, 2, seed) for seed in (0, 1))
+    first, second = (positions.ChosenPositions(kind, 500, seed) for seed in (0, 1))
     whole = first.inputs(range(6), 40)
     assert whole["position_ids"].shape == whole["attention_mask"].shape == (6, 40)
     assert whole["attention_mask"].all()
@@ -123,17 +114,7 @@ def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, asked):
     assert len(seen) == 2 * 4
     assert len(drawn) == 2 * 3
     assert len({tuple(ids[0].tolist()) for ids in drawn}) == 6
-    one_step = training.one_step
-
-    def stopping(accelerator, wrapped, optimizer, phase, step, *rest):
-        if step == 3:
-            raise Stop
-        return one_step(accelerator, wrapped, optimizer, phase, step, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "one_step", stopping)
-        with pytest.raises(Stop):
-            recipe.main(options(folder, text, folder / "cut", **common))
+    stopped_at(3, monkeypatch, recipe.main, options(folder, text, folder / "cut", **common))
     torch.manual_seed(99)
     resumed = recipe.main([*options(folder, text, folder / "cut", **common), "--resume"])
     assert metrics(resumed) == metrics(whole)
@@ -163,8 +144,8 @@ def test_pretraining_takes_positions(recipes, tiny_checkpoints, text, capsys):
     results = json.loads((folder / "out/runs/learned/seed-0/results.json").read_text())
     assert results["scheme"]["num_positions"] == 100
     for wrong, message in (
-        ({"schemes": "learned", "scheme_args": "num_positions=64"}, "--schemes learned ends before 100 positions"),
-        ({"schemes": "rope nope"}, "this model does not look at positions"),
+        ({"schemes": "learned", "scheme_args": "num_positions=64"}, "--scheme learned ends at 64 positions"),
+        ({"schemes": "nope"}, "this model does not look at positions"),
     ):
         with pytest.raises(SystemExit) as stop:
             pretrain.main(options(folder, text, folder / "wrong", **wrong, **shape))
@@ -173,49 +154,32 @@ def test_pretraining_takes_positions(recipes, tiny_checkpoints, text, capsys):
 
 
 WRONG = {
-    "no length": ({"positions": "pose"}, "--positions pose needs --position-length above --train-length 48"),
-    "a short length": (
-        {"positions": "randomised", "position_length": 48},
-        "--positions randomised needs --position-length above --train-length 48, not 48",
+    "no length": (
+        {"positions": "pose"},
+        "--positions pose needs --position-length above --train-length 48, not None",
     ),
-    "one chunk": ({**POSE, "pose_chunks": 1}, "--pose-chunks must be at least 2, not 1"),
-    "many chunks": ({**POSE, "pose_chunks": 49}, "--pose-chunks 49 are more than the tokens of a window, 48"),
-    "chunks of none": ({**RANDOMISED, "pose_chunks": 3}, "--pose-chunks has no effect with --positions randomised"),
-    "a length of none": ({"position_length": 64}, "--position-length has no effect with --positions plain"),
-    "another kind": ({"positions": "yarn"}, "--positions must be one of plain, pose, randomised, real, not yarn"),
     "documents": ({**POSE, "packing": "documents"}, "cannot be combined with --packing documents"),
     "shared sequences": (
         {**POSE, "context_parallel": 2},
-        "--context-parallel cannot be combined with --positions pose",
+        "--positions pose cannot be combined with --context-parallel",
     ),
     "a teacher": ({**POSE, "distill": 1}, "--positions pose cannot be combined with --distill"),
     "only recovery": (
         {**POSE, "recovery_steps": 6},
-        "--positions pose has no effect: all --steps are --recovery-steps",
+        "--positions pose cannot be combined with --recovery-steps for all",
     ),
     "no positions": ({**POSE, "scheme": "nope"}, "--positions pose: this model does not look at positions"),
     "a table": (
         {**POSE, "scheme": "learned", "scheme_args": "num_positions=64"},
-        "--scheme learned ends at 64 positions, --train-length, --lengths and --position-length go to 100",
+        "--scheme learned ends at 64 positions, --train-length, --lengths, --position-length go to 100",
     ),
     "whole distances": (
         {**REAL, "scheme": "t5"},
         "--positions real: this model takes no such positions: the scheme of this layer (BucketedBias) takes whole",
     ),
-    "a stock table": (
-        {
-            **REAL,
-            "scheme": "unpatched",
-            "train_length": 32,
-            "recovery_steps": 0,
-            "model": "gpt2",
-            "position_length": 33,
-        },
-        "the base's table ends at 32 positions",
-    ),
     "the base's table": (
         {**POSE, "scheme": "unpatched", "train_length": 32, "recovery_steps": 0, "model": "gpt2"},
-        "the base's table ends at 32 positions, --train-length or --position-length is 100",
+        "--scheme unpatched ends at 32 positions",
     ),
 }
 
@@ -237,10 +201,9 @@ def test_a_stock_model_that_ignores_ids_is_refused(positions):
     """bloom's forward takes none, a stock llama follows them; a scheme that starts neutral counts as following."""
     from decoders import decoder
 
-    asked = importlib.import_module("hf_posenc.recipes.extend_context").Arguments(**POSE, train_length=48)
     error = importlib.import_module("hf_posenc.recipes.options").UsageError
-    positions.check_follows(decoder("llama"), asked)
+    positions.check_follows(decoder("llama"), "pose", 100)
     with pytest.raises(error, match="--positions pose"):
-        positions.check_follows(decoder("bloom"), asked)
+        positions.check_follows(decoder("bloom"), "pose", 100)
     neutral = hf_posenc.patch_model(decoder("llama"), "da_transformer", seed=0)
-    positions.check_follows(neutral, asked)
+    positions.check_follows(neutral, "pose", 100)

@@ -6,9 +6,10 @@ formulas of `cases.py`: whatever is special about a type (norms, caps, sinks, ex
 
 import copy
 import inspect
+import itertools
 import pickle
 import sys
-from pathlib import Path
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -18,26 +19,23 @@ from cases import CASES
 from decoders import WITHOUT_TEMPERATURE, auto_class, decoder, has_head, out
 from matrix import matrix
 from rows import ROWS
-from situations import EMBEDDING_SCHEMES, JOINING, ROTARY_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS, randomize
+from situations import EMBEDDING_SCHEMES, JOINING, ROTARY_SCHEMES, SCORE_SCHEMES, WITHOUT_POSITIONS, in_turn, randomize
 from stock_attention import LOWEST, formula, pairs, scheme_in
-from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoConfig, DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
 
 import hf_posenc
 from hf_posenc import patch_model, unpatch_model, verify
 from hf_posenc.checkpoints.model_classes import PosEncMixin
-from hf_posenc.engines import dispatch
+from hf_posenc.core.forms import Bias, Slopes
+from hf_posenc.core.frequency_edits import EDITS, Edit
+from hf_posenc.core.layer_state import STATE, OnAttention
+from hf_posenc.core.modules import PositionEmbedding, PositionModule
+from hf_posenc.core.registry import family_for, scheme_class, supported_model_types
 from hf_posenc.families.base import base_model_type, resolve
 from hf_posenc.families.refused import missing_release
-from hf_posenc.forms import Bias, Slopes
-from hf_posenc.layer_state import STATE, OnAttention, on_attention, use_engine
-from hf_posenc.live.base_model import BaseModel
-from hf_posenc.modules import PositionEmbedding, PositionModule
-from hf_posenc.registry import family_for, scheme_class, supported_model_types
-from hf_posenc.upstream.derived_classes import stock_class
+from hf_posenc.schemes.base import by_layer_type
+from hf_posenc.transformers_glue.derived_classes import stock_class
 
-README = Path(__file__).parents[2] / "README.md"
 # An older transformers does not have all of them, or not as they are served.
 SERVED = tuple(t for t in supported_model_types() if t in CONFIG_MAPPING and missing_release(t) is None)
 EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
@@ -56,30 +54,12 @@ SCALES_QUERIES = {"llama4_text", "ministral3", "mistral4"}
 COUNTS_SLOTS = {"llama4_text"}
 """Types whose own factor on queries counts the tokens of the row, padding and other documents too. What replaces
 rotation replaces the factor."""
-JOINS_DOCUMENTS = {
-    "afmoe",
-    "bailing_hybrid",
-    "bamba",
-    "biogpt",
-    "evolla",
-    "falcon",
-    "falcon_h1",
-    "gpt_oss",
-    "granitemoehybrid",
-    "hunyuan_vl_text",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "minimax",
-    "nemotron_h",
-    "olmo_hybrid",
-    "opt",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-}
+JOINS_DOCUMENTS = set(
+    """
+    afmoe bailing_hybrid bamba biogpt evolla falcon falcon_h1 gpt_oss granitemoehybrid hunyuan_vl_text jamba
+    kimi_linear lfm2 lfm2_moe lfm3 minimax nemotron_h olmo_hybrid opt qwen3_5_moe_text qwen3_5_text qwen3_next
+    """.split()
+)
 """Types in which documents of one row see each other, stock or not: a state runs on, or masks get no position ids."""
 
 MAKES_NO_CACHE = {"granite4_vision_text"}
@@ -89,26 +69,16 @@ WITHOUT_CACHE = {"openai-gpt"}
 """Types that compute everything anew at each step."""
 CANNOT_ROTATE = {"kimi_linear"}
 """Types that rotate nothing, and whose queries and keys (latent attention) nothing from outside can turn."""
-LOSES_NUMBERS = {
-    "axk1",
-    "bailing_hybrid",
-    "deepseek_v2",
-    "deepseek_v3",
-    "gemma3n_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "glm4_moe_lite",
-    "jetmoe",
-    "kimi_linear",
-    "minicpm3",
-    "mistral4",
-    "openai-gpt",
-    "youtu",
-}
+LOSES_NUMBERS = set(
+    """
+    axk1 bailing_hybrid deepseek_v2 deepseek_v3 gemma3n_text gemma4_text gemma4_unified_text glm4_moe_lite jetmoe
+    kimi_linear minicpm3 mistral4 openai-gpt youtu
+    """.split()
+)
 """Types that cannot cache numbers beside their keys: latent attention, keys that layers or experts share, no cache."""
 
 
-FOLLOWING = tuple(scheme for scheme in SCHEMES if scheme_class(scheme)().acts_on.keeps_frequencies())
+FOLLOWING = tuple(scheme for scheme in SCHEMES if scheme_class(scheme)().keeps_frequencies)
 """Schemes that rotate by the base's own frequencies, at the call."""
 LIKE_STOCK = {"far_rope": {"near": LENGTH}, "rope_by_head": {}}
 """Hyper-parameters with which they compute what the stock model does."""
@@ -271,12 +241,9 @@ def with_bias_on_products(stock, ids, bias, mask):
 
 
 OWN_ORACLES = {
-    "xglm": with_bias_on_products,
-    "gptj": at_position_zero,
-    "codegen": divided_at_position_zero,
-    "bloom": with_alibi_of_zeros,
-    "mpt": with_bias_for_alibi,
-}
+    "xglm": with_bias_on_products, "gptj": at_position_zero, "codegen": divided_at_position_zero,
+    "bloom": with_alibi_of_zeros, "mpt": with_bias_for_alibi,
+}  # fmt: skip
 
 
 def hyperparameters(model_type, scheme):
@@ -289,6 +256,8 @@ def hyperparameters(model_type, scheme):
         and family_for(model_type).names.attention_heads is not None
     ):
         return {**SCHEMES[scheme], "share_layers": False}  # their numbers are as many as heads
+    if scheme == "transformer_xl":
+        return {"longest": 10000}  # as the formula has it
     return SCHEMES[scheme]
 
 
@@ -414,11 +383,11 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         if scheme in SCORE_SCHEMES:
             for module in model.modules():
                 if isinstance(getattr(module, STATE, None), OnAttention):
-                    use_engine(module, "chunked")
+                    setattr(module, STATE, replace(OnAttention.of(module), engine="chunked"))
             assert relative(out(model(ids, use_cache=False)), full) <= EXACT
             for module in model.modules():
                 if isinstance(getattr(module, STATE, None), OnAttention):
-                    use_engine(module, "auto")
+                    setattr(module, STATE, replace(OnAttention.of(module), engine="auto"))
         assert relative(by_steps(model), full) <= EXACT
         counts_slots = model_type in COUNTS_SLOTS and scheme in ROTARY_SCHEMES + JOINING
         if not counts_slots:
@@ -448,6 +417,7 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         assert out(model(ids, use_cache=False)).equal(before)
 
 
+@pytest.mark.rows(default=12)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SERVED)
 def test_what_a_stock_model_cannot_do(model_type):
@@ -464,115 +434,98 @@ def test_what_a_stock_model_cannot_do(model_type):
     assert (family.hybrid or family.joins_documents) == (model_type in JOINS_DOCUMENTS | PARTED_BY_US)
 
 
-@pytest.mark.rows(default=6)
-@pytest.mark.parametrize("model_type", SERVED)
-def test_a_type_carries_what_it_says(model_type, tmp_path):
-    """ALiBi everywhere, and in every third type one of the other schemes, in turn."""
-    others, number = [scheme for scheme in SCHEMES if scheme != "alibi"], SERVED.index(model_type)
-    check(model_type, "alibi", tmp_path / "alibi", [LOADERS[number % len(LOADERS)]])
-    if number % 3 == 0:
-        other = others[number // 3 % len(others)]
-        check(model_type, other, tmp_path / other, LOADERS[:1])
-
-
-@pytest.mark.rows(default=0, slow=40)
-@matrix(
-    [(t, scheme, number) for t in SERVED for number, scheme in enumerate(SCHEMES)],
-    model_type=None,
-    scheme=None,
-    number=None,
+TYPES = ("gpt_oss", "deepseek_v3", "bloom")
+"""Types that differ in mechanism: sinks and windows, latent attention, an attention of its own with positions in the mask."""
+ALL = [*((t, "alibi") for t in SERVED), *itertools.product([t for t in TYPES if t in SERVED], SCHEMES)]
+ALL += in_turn(
+    [t for t in SERVED if t not in TYPES][::2], ["rope", "t5", "sinusoidal", "shaw", "nope", "forgetting", "cope"]
 )
-def test_a_type_carries_every_scheme(model_type, scheme, number, tmp_path):
-    """Two ways to load each time, in turn; each way meets every scheme in test_checkpoints.py."""
-    check(model_type, scheme, tmp_path, [LOADERS[0], LOADERS[1 + number % (len(LOADERS) - 1)]])
-
-
-def query_at(model, position):
-    """Return the query (H, D) of one token at a position, as it arrives at the first attention function."""
-    seen = []
-
-    def record(module, query, key, value, attention_mask, **kwargs):
-        seen.append(query[0, :, 0])
-        return query.transpose(1, 2), None
-
-    AttentionInterface.register("records", record)
-    AttentionMaskInterface.register("records", sdpa_mask)
-    try:
-        model.config._attn_implementation_internal = "records"
-        model(torch.tensor([[5]]), position_ids=torch.tensor([[position]]), use_cache=False)
-    finally:
-        del ALL_ATTENTION_FUNCTIONS._global_mapping["records"]
-        del ALL_MASK_ATTENTION_FUNCTIONS._global_mapping["records"]
-    return seen[0]
-
-
-def turns_whole_heads(model_type):
-    family = family_for(model_type)
-    facts = family.rotation
-    whole = facts.rotary is not None and not facts.slices_rotary and facts.attention_part is None
-    # The layers of one differ in the share that they turn, and the other has no rotation that leaves pairs where they are.
-    return whole and not family.always_replaced and model_type not in ("lfm3", "ernie4_5_vl_moe_text")
 
 
 @pytest.mark.rows(default=8)
+@matrix(in_turn(dict.fromkeys(ALL), LOADERS), row=None, loader=None)
+def test_a_type_carries_a_scheme(row, loader, tmp_path):
+    """ALiBi on all types, all schemes on three, and schemes of other mechanisms on the other types in turn."""
+    check(*row, tmp_path, [loader])
+
+
+SCALED = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+"""A scaling of which attentions may read something too. It leaves cosines and sines as large as they are."""
+OWN_SCALED = {
+    "cosmos3_edge_text": None,  # these two take no scaling
+    "ernie4_5_vl_moe_text": None,
+    "hunyuan_v1_dense": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32},
+    "hunyuan_v1_moe": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32},
+    "ministral3": SCALED | {"llama_4_scaling_beta": 0.5},
+    "mistral4": SCALED | {"llama_4_scaling_beta": 0.5},
+    "phi3": {"rope_type": "longrope", "short_factor": [1.5] * 4, "long_factor": [1.5] * 4, "attention_factor": 1.0},
+    "phimoe": {"rope_type": "linear", "factor": 4.0, "short_mscale": 1.2, "long_mscale": 1.2}
+    | {"original_max_position_embeddings": 16},
+}
+"""Type -> a scaling with all that its own code reads, where that is another one."""
+NO_LONGROPE = {"ernie4_5_vl_moe_text", "gemma4_text", "gemma4_unified_text", "step3p5"}
+"""Types that take no frequencies of their own."""
+ONLY_ITS_OWN = {"ernie4_5_vl_moe_text": "default", "phi3": "linear", "phimoe": "short_mscale"}
+"""Types that need another scaling than a factor of 1 where they have none, and what the refusal says of it."""
+
+
+def rotates_by_config(model_type):
+    return family_for(model_type).rotation.rotary is not None or model_type in ("falcon", "gpt_neox_japanese")
+
+
+@pytest.mark.rows(default=5, slow=60)
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", [t for t in SERVED if turns_whole_heads(t)])
-def test_the_pairs_that_a_type_turns(model_type):
-    """Seen from outside: half of the pairs of a head are turned, and the dimensions that change say which those are."""
-    half = {"partial_rotary_factor": 0.5, "rope_theta": 10.0}
-    if family_for(model_type).rotation.parameter_coordinates is not None:  # which divide all pairs of a head
-        with pytest.raises(hf_posenc.UnsupportedModelError, match="divides all pairs of a head"):
-            patch_model(decoder(model_type), "rope", **half)
-        half["scaling"] = {"rope_type": "proportional"}  # where the other half is turned by angles of 0
-    model = patch_model(decoder(model_type), "rope", **half)
-    moved = (query_at(model, 3) - query_at(model, 0)).abs().amax(0) > 1e-6
-    pairs = family_for(model_type).rotation.pairs
-    assert moved.nonzero()[:, 0].tolist() == ([0, 1, 2, 3] if pairs == "interleaved" else [0, 1, 4, 5])
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="in its own code"):
-        patch_model(decoder(model_type), "rope", layout="half" if pairs == "interleaved" else "interleaved")
+@matrix([(t, scaled) for t in SERVED for scaled in (0, 1) if rotates_by_config(t)], model_type=None, scaled=None)
+def test_an_edit_that_changes_nothing(model_type, scaled, tmp_path, monkeypatch):
+    """It keeps all that the type's own code reads of `rope_parameters`, live, saved and exported, or is refused by name."""
+    nearly = Edit("pairs", 2, apply=lambda frequencies, pairs: tuple(w * (1 + 1e-12) for w in frequencies))
+    monkeypatch.setitem(EDITS, "nearly the same", nearly)
+    base, facts = decoder(model_type), family_for(model_type).rotation
+    parameters = copy.deepcopy(base.config.rope_parameters)
+    added = OWN_SCALED.get(model_type, SCALED)
+    if scaled and added is None:
+        return
+    if scaled:
+        for each in by_layer_type(parameters).values():
+            each.update(added if each["rope_type"] in ("default", added["rope_type"]) else {})
+        base = decoder(model_type, rope_parameters=parameters)
+    expected, own = out(base(tokens(), use_cache=False)), by_layer_type(base.config.rope_parameters)
 
+    def everywhere(value):
+        return value(own[None]) if None in own else {kind: value(each) for kind, each in own.items()}
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", [t for t in ("gpt_oss", "flint", "granite_swa", "mimo_v2_flash") if t in SERVED])
-def test_sinks_in_every_engine(model_type, monkeypatch):
-    """With sinks that hold about half of each row: every engine that `auto` could choose, whatever the length."""
+    def same_again(each):
+        kind = each["rope_type"]
+        factor = {"factor": each.get("factor", 1.0)} if kind != "longrope" else {}
+        lists = {key: each[key] for key in ("short_factor", "long_factor") if key in each}
+        return {"rope_type": "linear" if kind == "default" else kind, **factor, **lists}
 
-    def with_large_sinks(model):
-        generator = torch.Generator().manual_seed(2)
-        for module in model.modules():
-            if (sinks := getattr(module, "sinks", None)) is not None:
-                sinks.copy_(2.0 + torch.randn(sinks.shape, generator=generator))
-        return model
-
-    stock = decoder(model_type)
-    assert any(getattr(module, "sinks", None) is not None for module in stock.modules())
-    without = oracle(model_type, "alibi")
-    expected = oracle(model_type, "alibi", change=with_large_sinks)
-    assert relative(without, expected) > 0.05  # what leaving them out would cost
-    model = patch_model(with_large_sinks(stock), "alibi")
-    for floors in ({}, None):
-        for engine in dispatch.ENGINES if floors is not None else ():
-            monkeypatch.setattr(engine, "floors", floors)
-        assert relative(out(model(tokens(), use_cache=False))[:, :PREFIX], expected) <= EXACT
-        assert relative(by_steps(model)[:, :PREFIX], expected) <= EXACT
-    for engine in ("reference", "chunked"):
-        for module in model.modules():
-            if isinstance(getattr(module, STATE, None), OnAttention):
-                use_engine(module, engine)
-        assert relative(out(model(tokens(), use_cache=False))[:, :PREFIX], expected) <= EXACT
-    assert verify(model).ok
-
-
-def test_the_readme_counts_them():
-    assert f"{len(supported_model_types())} model types" in README.read_text(encoding="utf-8")
-
-
-def test_a_window_is_for_the_layers_with_attention():
-    model = decoder("lfm2")
-    attentions = BaseModel.of(model).modules.attention_of
-    assert 0 < len(attentions) < model.config.num_hidden_layers
-    without = next(layer for layer in range(model.config.num_hidden_layers) if layer not in attentions)
-    with pytest.raises(ValueError, match=f"window=3 cannot act in layer {without}, which has no attention"):
-        patch_model(model, "sinusoidal", placement="every_layer", layers=[without], window=3)
-    patch_model(model, "sinusoidal", placement="every_layer", window=3)
-    assert {on_attention(attention).window for attention in attentions.values()} == {3}
+    edits = {
+        "frequencies": {"name": "nearly the same"},  # an edit that leaves them the same to the last digit is refused
+        "rope_theta": everywhere(lambda each: each["rope_theta"]),
+        "scaling": everywhere(same_again),
+    }
+    for field, value in edits.items():
+        model = copy.deepcopy(base)
+        refused = None
+        if field == "frequencies":
+            refused = "cannot rotate by" if model_type in NO_LONGROPE else None
+            if not scaled and any(each["rope_type"] == "yarn" for each in own.values()):
+                refused = "yarn multiplies cosines and sines as well: give"
+        elif field == "scaling" and not scaled:
+            refused = ONLY_ITS_OWN.get(model_type)
+        if refused is not None:
+            with pytest.raises(ValueError, match=refused):
+                patch_model(model, "rope", **{field: value})
+            continue
+        patch_model(model, "rope", **{field: value})
+        assert relative(out(model(tokens(), use_cache=False)), expected) <= 1e-5, field
+        if scaled and field != "rope_theta":
+            model.save_pretrained(tmp_path / field)
+            assert relative(out(LOADERS[0](tmp_path / field, type(model))(tokens(), use_cache=False)), expected) <= 1e-5
+            if facts.rotary is not None and facts.config_thetas is None:
+                hf_posenc.export_stock(model, tmp_path / f"{field}-stock")
+                stock = type(base).from_pretrained(tmp_path / f"{field}-stock")
+                assert relative(out(stock(tokens(), use_cache=False)), expected) <= 1e-5

@@ -6,10 +6,12 @@ import pytest
 import torch
 from families import tiny, tokens
 from matrix import matrix
-from situations import CASES, SCHEMES, assert_same, patched_model
+from situations import CASES, SCHEMES, assert_same, in_turn, patched_model
 
 from hf_posenc import AlreadyPatchedError, UnsupportedModelError, from_pretrained, patch_model, unpatch_model
-from hf_posenc.registry import scheme_class
+from hf_posenc.core import forms
+from hf_posenc.core.positions import Positions
+from hf_posenc.schemes import TransformerXL
 
 IDS = tokens(2, 20)
 
@@ -51,7 +53,7 @@ def owns_the_positions(model, index):
     return index == 0 and "posenc" in layers_of(model)[0]._modules and "posenc" not in layers_of(model)[1]._modules
 
 
-@pytest.mark.rows(default=6, slow=100)
+@pytest.mark.rows(default=5, slow=24)
 @matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double])
 def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     model = patched_model(case, family, num_hidden_layers=3)
@@ -59,7 +61,7 @@ def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     change(model, index)
     if refused:
         for action in (lambda: logits(model), lambda: model.save_pretrained(tmp_path)):
-            with pytest.raises(UnsupportedModelError, match="the first layer, which adds the position vectors"):
+            with pytest.raises(UnsupportedModelError, match="is not patched as it was"):
                 action()
         assert not list(tmp_path.iterdir())
         return
@@ -76,8 +78,8 @@ def test_a_layer_less_or_more(case, family, index, change, tmp_path):
     assert logits(from_pretrained(tmp_path)).equal(logits(model))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.rows(default=5)
+@matrix(in_turn(SCHEMES, ["gpt2", "llama"]), case=None, family=None)
 def test_an_appended_stock_layer_is_refused(case, family, tmp_path):
     model = patched_model(case, family)
     append_stock(model, family)
@@ -104,13 +106,6 @@ def test_a_layer_of_a_patched_model_in_another_one(copied):
     assert logits(first).equal(before)
 
 
-def test_an_attention_that_was_replaced_is_noticed():
-    model = patched_model("rope", "gpt2")
-    layers_of(model)[1].attn = layers_of(tiny("gpt2"))[1].attn
-    with pytest.raises(UnsupportedModelError, match="layer 1 of PosEncGPT2Model is not patched"):
-        logits(model)
-
-
 def test_the_config_must_say_how_many_layers_there_are(tmp_path):
     model = patched_model("alibi", "llama")
     del layers_of(model)[1]
@@ -135,42 +130,19 @@ def test_unpatching_with_fewer_layers_and_with_copies(case):
     assert logits(unpatch_model(model)).equal(logits(stock))
 
 
-EACH_PLACEMENT = {type(scheme_class(scheme)().acts_on): scheme for scheme in SCHEMES}.values()
-
-
-@pytest.mark.rows(default=1, slow=12)
-@pytest.mark.parametrize(
-    "case", [case if case in EACH_PLACEMENT else pytest.param(case, marks=pytest.mark.slow) for case in SCHEMES]
-)
-@pytest.mark.parametrize("way", ["wrapped", "in place"])
-def test_layers_that_were_compiled_one_by_one_before(case, way, tmp_path):
-    model, (scheme, hyperparameters) = tiny("llama"), CASES[case]
-    for index, layer in enumerate(model.model.layers):
-        if way == "wrapped":
-            model.model.layers[index] = torch.compile(layer, backend="eager")
-        else:
-            layer.compile(backend="eager", fullgraph=True)
-    logits(model)  # compiled without the scheme
-    patch_model(model, scheme, seed=0, **hyperparameters)
-    assert_same(logits(model), logits(patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)))
-    if way == "in place":
-        model.save_pretrained(tmp_path)
-        assert_same(logits(from_pretrained(tmp_path)), logits(model))
-    else:
-        with pytest.raises(UnsupportedModelError, match="has wrapped a part of this model"):
-            model.save_pretrained(tmp_path)
-    assert_same(logits(unpatch_model(model)), logits(tiny("llama")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["alibi", *(pytest.param(case, marks=pytest.mark.slow) for case in ("sinusoidal", "rope"))]
-)
-def test_compiled_models_notice_too(case):
-    model = patched_model(case, "llama")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert_same(compiled(IDS, use_cache=False).logits, logits(model))
-        append_stock(model, "llama")
-        with pytest.raises(Exception, match="is not patched"):  # dynamo wraps what is raised while it traces
-            compiled(IDS, use_cache=False)
+def test_what_follows_from_positions_alone_is_computed_once(monkeypatch):
+    """Not in every layer, for each ladder of frequencies; and the numbers are those of layers that compute it themselves."""
+    schemes = [TransformerXL(layers=[0, 1]), TransformerXL(layers=[2, 3], frequencies=[1.0, 0.2, 0.03])]
+    model = patch_model(tiny("llama", num_hidden_layers=4), schemes, seed=0, attention="wide").eval()
+    ids, counted = tokens(2, 12), []
+    compute = forms.waves
+    monkeypatch.setattr(forms, "waves", lambda *given: counted.append(given) or compute(*given))
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    calls = ({}, {"attention_mask": mask}, {"position_ids": 2 * torch.arange(12)[None]})
+    found = [model(ids, use_cache=False, **given).logits for given in calls]
+    assert len(counted) == 3 * 4  # a side of queries and of keys, for each ladder
+    monkeypatch.setattr(Positions, "once", lambda self, key, compute: compute())
+    for given, logits in zip(calls, found, strict=True):
+        assert model(ids, use_cache=False, **given).logits.equal(logits)
+    assert len(counted) == 3 * 4 + 3 * 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import peft
 import pytest
 import torch
 import transformers
@@ -18,11 +17,11 @@ from snapshots import assert_same, snapshot
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
-from hf_posenc.catalogue import language_type
+from hf_posenc.checking.catalogue import language_type
 from hf_posenc.checkpoints.auto_classes import multimodal_model_types
-from hf_posenc.live.base_model import decoder_of
-from hf_posenc.live.patch_record import language_model
-from hf_posenc.registry import available_schemes, supported_model_types
+from hf_posenc.core.registry import available_schemes, supported_model_types
+from hf_posenc.model.base_model import decoder_of
+from hf_posenc.model.patch_record import language_model
 
 SERVED = tuple(name for name in sorted(multimodal_model_types()) if language_type(name) in supported_model_types())
 FEW = ("gemma3", "llama4", "llava", "smolvlm")
@@ -89,37 +88,6 @@ def test_saved_it_loads_as_a_whole_and_as_nothing_else(model_type, tmp_path):
     assert torch.equal(run(hf_posenc.from_pretrained(tmp_path / "again"), input_ids=IDS), expected)
 
 
-def test_a_stock_checkpoint_is_patched_as_it_is_loaded(tmp_path):
-    stock = multimodal("llava")
-    stock.save_pretrained(tmp_path)
-    model = hf_posenc.from_pretrained(tmp_path, scheme="alibi")
-    assert torch.equal(run(model, input_ids=IDS), run(patch_model(stock, "alibi"), input_ids=IDS))
-
-
-def test_it_is_described_and_verified():
-    model = patch_model(multimodal("llava"), "alibi")
-    assert str(hf_posenc.describe(model)).startswith("PosEncLlavaForConditionalGeneration (llama inside llava): alibi")
-    assert hf_posenc.verify(model).ok
-    assert hf_posenc.which_engine(model, 16).engine
-
-
-def test_it_is_calibrated_as_its_language_model_would_be():
-    whole = multimodal("llava")
-    text = transformers.LlamaForCausalLM(copy.deepcopy(whole.config.text_config)).eval()
-    text.model.load_state_dict(language_model(whole).state_dict())
-    text.lm_head.load_state_dict(whole.lm_head.state_dict())
-    windows = torch.randint(3, min(TOKENS.values()), (16, 24), generator=torch.Generator().manual_seed(1))
-    for model in (whole, text):
-        patch_model(model, "t5", seed=0, share_layers=False)
-        hf_posenc.calibrate(model, windows, matching=hf_posenc.Matching(steps=2))
-    calibrated = dict(text.model.named_parameters())
-    assert calibrated
-    for name, parameter in language_model(whole).named_parameters():
-        assert torch.equal(parameter, calibrated[name]), name
-    assert whole.config.position_encoding == text.config.position_encoding
-    assert "calibration" in text.config.position_encoding
-
-
 def test_an_attention_that_would_drop_the_scheme_is_refused_for_the_language_model_only():
     model = patch_model(multimodal("llava"), "alibi")
     expected = run(model, input_ids=IDS)
@@ -129,29 +97,6 @@ def test_an_attention_that_would_drop_the_scheme_is_refused_for_the_language_mod
     model.set_attn_implementation({"vision_config": "eager"})
     assert model.config.vision_config._attn_implementation == "eager"
     assert torch.equal(run(model, input_ids=IDS), expected)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
-def test_an_adapter_around_it_trains_and_comes_back(tmp_path):
-    model = patch_model(multimodal("llava"), "t5", seed=0)
-    base = copy.deepcopy(model)
-    adapted = peft.get_peft_model(model, hf_posenc.lora_config(model, target_modules=["q_proj"]))
-    adapted(input_ids=IDS, labels=IDS).loss.backward()
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad)
-    adapted.eval().save_pretrained(tmp_path)
-    again = hf_posenc.load_adapter(base, tmp_path).eval()
-    assert torch.equal(run(again, input_ids=IDS), run(adapted, input_ids=IDS))
-
-
-@pytest.mark.slow
-def test_a_part_that_is_patched_alone_is_not_saved_with_the_whole(tmp_path):
-    model = multimodal("llava")
-    patch_model(language_model(model), "alibi")
-    with pytest.raises(UnsupportedModelError, match="patch_model"):
-        model.save_pretrained(tmp_path)
 
 
 def test_a_language_model_that_is_not_served_is_named():
@@ -194,7 +139,7 @@ def refused_with_images(model_type, position_ids):
     return "several coordinates" if several else None
 
 
-@pytest.mark.rows(default=3)
+@pytest.mark.rows(default=3, slow=24)
 @pytest.mark.parametrize("model_type", SERVED)
 def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
     """Given the same embeddings, the language model inside computes what it does when it is patched by itself."""
@@ -228,28 +173,3 @@ def test_an_image_or_a_sound_is_attended_to_by_the_scheme(model_type):
         assert torch.equal(decoder_of(alone)(**calls[-1])[0], made[-1])
     if generates:
         assert torch.equal(model.generate(**inputs, **SHORT), model.generate(**inputs, **SHORT, use_cache=False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", SERVED)
-def test_every_served_type(model_type, tmp_path):
-    try:
-        model = multimodal(model_type)
-    except Exception as error:
-        pytest.skip(f"no tiny model by these sizes: {type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    if getattr(language_model(model).config, "use_bidirectional_attention", False) is True:
-        with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
-            patch_model(model, "t5")
-        return
-    before = snapshot(model, run=False)
-    patch_model(model, "t5", seed=0, share_layers=False)
-    model.save_pretrained(tmp_path)
-    loaded = hf_posenc.from_pretrained(tmp_path)
-    with torch.no_grad():
-        hidden = decoder_of(model)(input_ids=IDS).last_hidden_state
-        again = decoder_of(loaded)(input_ids=IDS).last_hidden_state
-    # Experts multiply by slices of one tensor; where a file's copy of it lies in memory, the last digit may differ.
-    torch.testing.assert_close(again, hidden, rtol=1e-5, atol=1e-6)
-    assert type(loaded) is type(model)
-    unpatch_model(model)
-    assert [type(module) for module in model.modules()] == list(before.classes.values())

@@ -6,8 +6,6 @@ stock model is the reference; `test_every_decoder.py` has the other schemes.
 
 import copy
 import inspect
-import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,21 +13,11 @@ import transformers
 from decoders import decoder
 from packaging.version import parse
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
-from hf_posenc import (
-    UnsupportedModelError,
-    calibrate,
-    from_pretrained,
-    patch_model,
-    registry,
-    unpatch_model,
-    verify,
-    which_engine,
-)
-from hf_posenc.analysis import frequencies
-from hf_posenc.live.base_model import BaseModel
-from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc import UnsupportedModelError, from_pretrained, patch_model, unpatch_model, verify
+from hf_posenc.core.registry import family_for, supported_model_types
+from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.alibi import Alibi, alibi_slopes
 from hf_posenc.schemes.nope import Nope
 
@@ -79,6 +67,7 @@ def alibi_base(name, **config):
     return model, [slope * factor for slope in alibi_slopes(heads)]
 
 
+@pytest.mark.rows(slow=9)
 @torch.no_grad()
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("heads", [4, 6, 12])
@@ -131,73 +120,6 @@ def test_rope_is_what_the_stock_model_has(variant):
     assert model(ids, use_cache=False).logits.equal(stock)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gptj", "codegen"])
-def test_other_frequencies_are_those_of_another_table(name):
-    model, theta, size = decoder(name), 7.0, 4
-    stock = copy.deepcopy(model)
-    angles = torch.arange(64.0)[:, None] * theta ** (-torch.arange(0, size, 2) / size)
-    for block in stock.transformer.h:
-        block.attn.embed_positions = torch.cat([angles.sin(), angles.cos()], 1)
-    expected = stock(tokens(), use_cache=False).logits
-    patch_model(model, "rope", rope_theta=theta)
-    assert difference(model(tokens(), use_cache=False).logits, expected) <= CLOSE
-
-
-def neox_of(gptj):
-    """The GPT-NeoX model with the weights of a GPT-J model: the rows of neighbouring dimensions go to the two halves."""
-    config, size = gptj.config, gptj.config.hidden_size // gptj.config.num_attention_heads
-    neox = decoder(
-        "gpt_neox",
-        intermediate_size=4 * config.hidden_size,
-        hidden_act=config.activation_function,
-        attention_bias=False,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": config.rotary_dim / size,
-        },
-    )
-    turned = torch.arange(config.rotary_dim).view(-1, 2).T.flatten()
-    rows = torch.cat([turned, torch.arange(config.rotary_dim, size)])
-
-    def by_head(projection, order):
-        return projection.weight.view(config.num_attention_heads, 1, size, -1)[:, :, order]
-
-    with torch.no_grad():
-        neox.gpt_neox.embed_in.weight.copy_(gptj.transformer.wte.weight)
-        neox.gpt_neox.final_layer_norm.load_state_dict(gptj.transformer.ln_f.state_dict())
-        gptj.lm_head.bias.zero_()
-        neox.get_output_embeddings().weight.copy_(gptj.lm_head.weight)
-        for layer, block in zip(neox.gpt_neox.layers, gptj.transformer.h, strict=True):
-            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-                norm.load_state_dict(block.ln_1.state_dict())
-            every = torch.arange(size)
-            parts = (by_head(block.attn.q_proj, rows), by_head(block.attn.k_proj, rows))
-            fused = torch.cat([*parts, by_head(block.attn.v_proj, every)], 1)
-            layer.attention.query_key_value.weight.copy_(fused.flatten(0, 2))
-            layer.attention.dense.load_state_dict(block.attn.out_proj.state_dict())
-            layer.mlp.dense_h_to_4h.load_state_dict(block.mlp.fc_in.state_dict())
-            layer.mlp.dense_4h_to_h.load_state_dict(block.mlp.fc_out.state_dict())
-    return neox
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rope", [None, {}, {"rope_theta": 7.0, "partial_rotary_factor": 0.5}])
-def test_gptj_and_gpt_neox_are_one_model_in_two_layouts(rope):
-    gptj = decoder("gptj")
-    neox = neox_of(gptj)
-    if rope is not None:
-        patch_model(gptj, "rope", **rope)
-        patch_model(neox, "rope", **rope)
-    expected = neox(tokens(), use_cache=False).logits
-    assert difference(gptj(tokens(), use_cache=False).logits, expected) <= CLOSE
-    if rope is not None:
-        unpatch_model(gptj)
-    patch_model(gptj, "rope", layout="half")  # the rows are not reordered, so that this is another model
-    assert difference(gptj(tokens(), use_cache=False).logits, expected) > DIFFERENT
-
-
 @pytest.mark.parametrize(
     ("name", "scheme"), [("bloom", "alibi"), ("mpt", "alibi"), ("gptj", "rope"), ("falcon", "rope")]
 )
@@ -214,59 +136,6 @@ def test_gradients_are_those_of_the_stock_model(name, scheme):
     assert stock.keys() == ours.keys()
     for key, gradient in stock.items():
         assert difference(ours[key], gradient) <= CLOSE * max(1.0, gradient.abs().max().item()), key
-
-
-def stock_loss(model, ids, seed=0):
-    torch.manual_seed(seed)
-    return model(ids, labels=ids, use_cache=False).loss
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("bloom", {"hidden_dropout": 0.5}),
-        ("gptj", {"resid_pdrop": 0.5}),
-        ("codegen", {"resid_pdrop": 0.5}),
-        ("gpt_neo", {"resid_dropout": 0.5}),
-        ("falcon", {"attention_dropout": 0.9}),  # which a model that rotates does not apply to its attention weights
-    ],
-)
-def test_dropout_beside_the_attention_is_the_stock_models(name, config):
-    """With a seed: the random numbers are drawn for the same tensors in the same order."""
-    model, ids = decoder(name, **config), tokens(2)
-    scheme = {"bloom": "alibi", "gpt_neo": "nope"}.get(name, "rope")
-    if name == "gpt_neo":
-        model.transformer.wpe.weight.zero_()
-    still = stock_loss(model, ids)
-    stock = stock_loss(model.train(), ids)
-    if name != "falcon":
-        assert abs(stock - still) > DIFFERENT
-    patch_model(model, scheme)
-    assert abs(stock_loss(model, ids) - stock) <= CLOSE
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("bloom", {"attention_dropout": 0.5}),
-        ("mpt", {"attn_config": {"attn_pdrop": 1}}),
-        ("gptj", {"attn_pdrop": 0.5}),
-        ("codegen", {"attn_pdrop": 0.5}),
-        ("gpt_neo", {"attention_dropout": 0.5}),
-        ("falcon", {"attention_dropout": 0.5, "alibi": True}),
-        ("xglm", {"attention_dropout": 0.5}),
-        ("gpt_neox_japanese", {"attention_dropout": 0.5}),
-        ("gpt_bigcode", {"attn_pdrop": 0.5}),
-        ("biogpt", {"attention_probs_dropout_prob": 0.5}),
-    ],
-)
-def test_dropout_of_attention_weights_is_the_configs(name, config):
-    model = decoder(name, **config)
-    served = family_for(name)
-    given = 1 if name == "mpt" else 0.5
-    assert [served.attention.dropout(each) for each in BaseModel.of(model).modules.attentions] == [given] * 2
 
 
 @torch.no_grad()
@@ -288,14 +157,7 @@ def test_local_layers_of_gpt_neo(window):
         patch_model(decoder("gpt_neo", attention_types=layers, window_size=4), "alibi", window=4)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["gpt_neo", "gpt_bigcode", "gptj", "codegen", "xglm"])
-def test_buffers_do_not_grow_with_a_limit_that_there_is_not(name, tmp_path):
-    model = patch_model(decoder(name), "alibi")
-    assert model.config.max_position_embeddings == 64
-    assert model(tokens(length=80), use_cache=False).logits.isfinite().all()
-
-
+@pytest.mark.rows(slow=12)
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("scheme", ["alibi", "rope", "nope"])
@@ -308,9 +170,7 @@ def test_half_precision(name, scheme, dtype):
     assert (found.float() - expected).norm() <= HALF[dtype] * expected.norm()
 
 
-# --------------------------------------------------------------------------------------------- positions in the mask
-
-
+@pytest.mark.rows(slow=12)
 @torch.no_grad()
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("scheme", ["alibi", "rope", "sinusoidal"])
@@ -352,33 +212,8 @@ def test_a_mask_of_the_users_own():
             patch_model(decoder(name), "rope")(ids, attention_mask=causal)
 
 
-# ------------------------------------------------------------------------------------------------------------ generating
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", [*ALIBI, "gptj", "codegen"])
-def test_generates_what_the_stock_model_generates(name, cache):
-    """With padding on the left; greedily, so that the logits need to agree only in their largest."""
-    if name in ALIBI:
-        model, slopes = alibi_base(name)
-        scheme = Alibi(slopes=tuple(slopes))
-    else:
-        model, scheme = decoder(name), "rope"
-    ids, mask = tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
-    mask[0, :3] = 0
-    options = {
-        "attention_mask": mask,
-        "max_new_tokens": 12,
-        "min_new_tokens": 12,
-        "do_sample": False,
-        "pad_token_id": 0,
-    }
-    expected = model.generate(ids, **options)
-    patch_model(model, scheme)
-    assert model.generate(ids, **options, cache_implementation=cache, disable_compile=True).equal(expected)
-
-
 @torch.no_grad()
+@pytest.mark.rows(slow=5)
 @pytest.mark.parametrize("name", ["gpt_neo", "gpt_bigcode", "biogpt", "bloom", "xglm"])
 @pytest.mark.parametrize("scheme", ["alibi", "rope"])
 def test_a_static_cache(name, scheme):
@@ -389,8 +224,6 @@ def test_a_static_cache(name, scheme):
     found += [model(tokens()[:, n : n + 1], past_key_values=cache).logits for n in range(12, LENGTH)]
     assert difference(torch.cat(found, 1), expected) <= CLOSE
 
-
-# ------------------------------------------------------------------------------------------------ what the base has
 
 OWN = {**{name: (name, {}) for name in REPLACED}, "falcon, ALiBi": ("falcon", {"alibi": True})}
 SLOPE = 0.3
@@ -417,6 +250,7 @@ def penalise_one_layer(name, model, layer):
     attention.register_forward_pre_hook(see, with_kwargs=True)
 
 
+@pytest.mark.rows(default=6, slow=12)
 @torch.no_grad()
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("variant", OWN)
@@ -449,34 +283,7 @@ def test_layers_that_nobody_names_keep_what_the_base_has(variant, layer, tmp_pat
     assert model(ids, use_cache=False).logits.equal(before)
 
 
-@pytest.mark.rows(default=2)
-@pytest.mark.parametrize("variant", OWN)
-def test_a_calibration_follows_what_the_base_has(variant):
-    """With what the base has nothing is left to follow; with a table of biases in its place most of it is."""
-    name, config = OWN[variant]
-    text = tokens(12, 16)
-    own = {"gpt_neo": "learned", "openai-gpt": "learned", "xglm": None}.get(name, "rope")
-    base = BaseModel.of(decoder(name, **config))
-    factor = family_for(name).attention.alibi(base.modules.attentions[0])
-    if factor is not None:
-        own = Alibi(slopes=[factor * slope for slope in alibi_slopes(4)])
-    if own is not None:
-        found = calibrate(patch_model(decoder(name, **config), own), text, matching=None, judge="attention")
-        assert max(fit.before.max() for fit in found.layers) < 1e-6
-    for given in (None, decoder(name, **config)):
-        model = patch_model(decoder(name, **config), "t5", num_buckets=8, max_distance=16, share_layers=False, seed=0)
-        found = calibrate(model, text, matching=None, judge="attention", base=given)
-        assert min(fit.before.mean() for fit in found.layers) > 1e-5
-        assert all(fit.closed.mean() <= fit.before.mean() for fit in found.layers)
-        if factor is not None:
-            assert all(fit.closed.mean() < fit.before.mean() / 2 for fit in found.layers)
-        if given is not None:
-            assert given(text).logits.equal(decoder(name, **config)(text).logits)
-
-
-# -------------------------------------------------------------------------------------------------------------- refusals
-
-
+@pytest.mark.rows(slow=9)
 @pytest.mark.parametrize("scheme", ["nope", "rope", "alibi", "learned"])
 @pytest.mark.parametrize("name", REPLACED)
 def test_flash_attention_is_refused(name, scheme):
@@ -485,30 +292,6 @@ def test_flash_attention_is_refused(name, scheme):
     options = {"num_positions": 8} if scheme == "learned" else {}
     with pytest.raises(UnsupportedModelError, match="which flash_attention_2 cannot carry"):
         patch_model(model, scheme, **options)
-
-
-@pytest.mark.parametrize("scheme", ["nope", "rope", "alibi"])
-def test_another_attention_is_refused_later(scheme):
-    model = patch_model(decoder("bloom"), scheme)
-    with pytest.raises(ValueError, match="attn_implementation='eager'"):
-        model.set_attn_implementation("eager")
-    model.config._attn_implementation_internal = "eager"
-    with pytest.raises(ValueError, match="set behind the patch"):
-        model(tokens())
-
-
-def test_an_engine_can_be_chosen_under_every_scheme():
-    model = patch_model(decoder("gptj"), "rope", attention="reference")
-    assert which_engine(model, LENGTH).engine == "reference"
-    assert which_engine(patch_model(decoder("gptj"), "rope"), LENGTH).engine == "sdpa"
-
-
-def test_a_forward_that_somebody_put_there_is_refused():
-    model = decoder("bloom")
-    attention = model.transformer.h[1].self_attention
-    attention.forward = lambda *args, **kwargs: None
-    with pytest.raises(UnsupportedModelError, match="the attention of layer 1 has a forward of its own"):
-        patch_model(model, "nope")
 
 
 def test_what_bloom_does_not_know():
@@ -526,80 +309,8 @@ def test_what_bloom_does_not_know():
         patch_model(decoder("bloom", slow_but_exact=True), "nope")
 
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_verify_finds_what_is_left_out(name, monkeypatch):
-    model, family = patch_model(decoder(name), "nope"), family_for(name)
-    assert verify(model)
-
-    class Broken(type(family.attention)):
-        def merge_heads(self, *args):
-            return 1.1 * super().merge_heads(*args)
-
-    monkeypatch.setitem(registry._FAMILIES, name, replace(family, attention=Broken()))
-    assert "layer 1: attention without the scheme differs from the model's own" in str(verify(model))
-
-
-# ---------------------------------------------------------------------------------------------------------- situations
-
-
-@pytest.mark.parametrize("name", REPLACED)
-def test_the_classes_come_and_go(name):
-    model = decoder(name)
-    before = (
-        [type(module) for module in model.modules()],
-        copy.deepcopy(vars(BaseModel.of(model).modules.attentions[0])),
-    )
-    patch_model(model, "rope")
-    with torch.no_grad():
-        expected = model(tokens(), use_cache=False).logits
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert copied(tokens(), use_cache=False).logits.equal(expected)
-            assert type(BaseModel.of(copied).modules.attentions[0]).__name__.startswith("Replaced")
-            unpatch_model(copied)
-    unpatch_model(model)
-    assert [type(module) for module in model.modules()] == before[0]
-    assert vars(BaseModel.of(model).modules.attentions[0]).keys() == before[1].keys()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["bloom", "gptj", "gpt_neo", "xglm"])
-def test_attention_weights(name):
-    model = decoder(name)
-    scheme = {"bloom": "alibi", "gptj": "rope"}.get(name, "nope")
-    for table in (getattr(model.base_model, "wpe", None), getattr(model.base_model, "embed_positions", None)):
-        for tensor in () if table is None else (*table.parameters(), *table.buffers()):
-            tensor.zero_()
-    expected = model(tokens(), use_cache=False, output_attentions=True).attentions
-    patch_model(model, scheme)
-    found = model(tokens(), use_cache=False, output_attentions=True).attentions
-    assert len(found) == 2
-    assert all(difference(*pair) <= CLOSE for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        ("bloom", "query_key_value"),
-        ("mpt", "Wqkv"),
-        ("falcon", "query_key_value"),
-        ("gptj", "q_proj"),
-        ("gpt_neo", "k_proj"),
-    ],
-)
-def test_adapters_reach_the_attention(name, target):
-    """An update of a projection that is in the scores: before the rotation, and merged the same as beside."""
-    model = patch_model(decoder(name), "rope")
-    torch.manual_seed(0)
-    options = {"target_modules": [target], "init_lora_weights": False}
-    wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).eval()
-    with torch.no_grad():
-        beside = wrapped(input_ids=tokens(), use_cache=False).logits
-        merged = wrapped.merge_and_unload()(tokens(), use_cache=False).logits
-        assert difference(merged, beside) <= CLOSE
-        assert difference(patch_model(decoder(name), "rope")(tokens(), use_cache=False).logits, beside) > DIFFERENT
-
-
 # The layers of ABEJA's GPT-NeoX and of the first GPT cannot be checkpointed by transformers.
+@pytest.mark.rows(default=2)
 @pytest.mark.parametrize("name", [name for name in REPLACED if name not in ("gpt_neox_japanese", "openai-gpt")])
 def test_activation_checkpointing(name):
     model, ids = patch_model(decoder(name), "t5", num_buckets=8, max_distance=16, seed=0).train(), tokens(2)
@@ -613,33 +324,3 @@ def test_activation_checkpointing(name):
         name = "activation_checkpointing_enable"
         getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
     assert all(difference(*pair) <= CLOSE * max(1.0, pair[0].abs().max()) for pair in zip(*found, strict=True))
-
-
-# torch's own tracing of the activation function that BLOOM brings.
-@pytest.mark.rows(default=1)
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("scheme", ["alibi", pytest.param("rope", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["bloom", "gptj", "mpt"])
-def test_compiles_to_one_graph(name, scheme):
-    model = patch_model(decoder(name), scheme)
-    with torch.no_grad():
-        expected = model(tokens(2), use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        assert difference(compiled(tokens(2), use_cache=False).logits, expected) <= CLOSE
-
-
-@torch.no_grad()
-def test_caches_of_groups_hold_the_groups():
-    """Falcon's own code repeats keys for each query before it caches them."""
-    model = patch_model(decoder("falcon", new_decoder_architecture=True, num_kv_heads=2), "alibi")
-    cache = DynamicCache(config=model.config)
-    model(tokens(), past_key_values=cache)
-    assert cache.layers[0].keys.shape == (1, 2, LENGTH, 8)
-
-
-@pytest.mark.parametrize("name", ["falcon", "gpt_neox_japanese", "gptj"])
-def test_what_the_decoder_makes_itself_is_not_taken_for_the_rotation(name):
-    (found,) = frequencies(patch_model(decoder(name), "rope", rope_theta=7.0, partial_rotary_factor=1.0))
-    assert found.frequencies.tolist() == pytest.approx([7.0 ** (-2 * u / 8) for u in range(4)], rel=1e-5)
-    with pytest.raises(ValueError, match="has no waves"):
-        frequencies(patch_model(decoder(name), "nope"))

@@ -4,12 +4,12 @@ import pytest
 import torch
 from decoders import decoder
 from families import tiny, tokens
-from situations import patched_model
+from situations import SCHEMES, patched_model
 from transformers import DynamicCache
 
 from hf_posenc import parallel, patch_model
-from hf_posenc.attention_call import Call
-from hf_posenc.positions import Positions
+from hf_posenc.core.attention_call import Call
+from hf_posenc.core.positions import Positions
 from hf_posenc.schemes import Rope, Temperature
 
 LENGTH = 12
@@ -17,7 +17,8 @@ IDS = tokens(2, LENGTH)
 REAL = (torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 40).sort(-1).values
 DISTANCE = REAL[:, None, :, None] - REAL[:, None, None, :]
 SHOWN = {"attention_mask": torch.ones_like(IDS), "use_cache": False}
-"""Without a mask transformers takes skipped positions for a new document."""
+WHOLE = ("t5", "shaw", "transformer_xl", "cope", "learned", "far_rope")
+"""Schemes with whole distances."""
 TOLERANCE = 1e-5
 """LLaMA norms in float32 in a float64 model too; logits are about 3 in size."""
 
@@ -39,16 +40,6 @@ def kerple(module):
     return -scale * torch.log(1 + rate * DISTANCE)
 
 
-def power(module):
-    scale, exponent = softplus(number(module, "raw_scale")), 2 / (1 + torch.exp(-number(module, "raw_exponent")))
-    return -scale * DISTANCE.clamp(min=0) ** exponent
-
-
-def bam(module):
-    scale, exponent = softplus(number(module, "raw_scale")), softplus(number(module, "raw_exponent"))
-    return -scale * (DISTANCE.clamp(min=0) + 1e-5) ** exponent
-
-
 def fire(module):
     threshold = (module.reach * module.threshold).abs()
     far = torch.log((module.rate * torch.maximum(REAL, threshold)).abs() + 1)[:, :, None]
@@ -60,8 +51,6 @@ def fire(module):
 BIASES = {
     "alibi": ("alibi", {"trainable": True}, alibi),
     "kerple": ("kerple", {"share_layers": False}, kerple),
-    "kerple-power": ("kerple", {"variant": "power", "share_layers": False}, power),
-    "bam": ("bam", {"centre": False}, bam),
     "fire": ("fire", {"threshold": 8.0}, fire),
 }
 
@@ -122,10 +111,31 @@ def test_rotations_and_sinusoids_at_half_positions_have_half_the_frequencies(fam
 
 
 @torch.no_grad()
-def test_pairs_by_head_turn_as_the_base_turns_them():
-    expected = tiny("llama")(IDS, position_ids=REAL.float(), **SHOWN).logits
-    found = patch_model(tiny("llama"), "rope_by_head")(IDS, position_ids=REAL.float(), **SHOWN).logits
-    assert (found - expected).abs().max() < 1e-5
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_float64_ids_under_a_float32_model_are_those_of_float32(scheme):
+    model = patched_model(scheme, "llama")
+    halves = torch.arange(LENGTH)[None] / 2
+    if scheme in WHOLE:
+        with pytest.raises(ValueError, match="takes whole position_ids only"):
+            model(IDS, position_ids=halves.double(), **SHOWN)
+        return
+    found, wanted = (model(IDS, position_ids=ids, **SHOWN).logits for ids in (halves.double(), halves))
+    assert (found - wanted).abs().max() < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["alibi", "rope", "sinusoidal", "temperature", "nope"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_ids_that_never_fall_are_one_document(family, scheme):
+    """Of a stock model only a mask of ones makes them one. A base's own table of positions is kept beside temperature."""
+    model = patched_model(scheme, family)
+    real = REAL.float() if (family, scheme) != ("gpt2", "temperature") else 2 * torch.arange(LENGTH)[None]
+    for ids in (real, 3 * torch.arange(LENGTH)[None], torch.arange(LENGTH)[None] // 2):
+        found = model(IDS, position_ids=ids, use_cache=False).logits
+        assert found.equal(model(IDS, position_ids=ids, **SHOWN).logits)
+    for ids in (real % 10, 3 * torch.arange(LENGTH)[None] % 10):
+        with pytest.raises(ValueError, match="position_ids skip positions and also fall"):
+            model(IDS, position_ids=ids, use_cache=False)
 
 
 def test_a_temperature_is_that_of_the_position():
@@ -150,16 +160,6 @@ def test_a_window_counts_tokens():
     assert (found - stepwise(expected, biases)).abs().max() <= TOLERANCE
     wide = patch_model(tiny("llama"), "alibi").double()
     assert (found - wide(IDS, position_ids=REAL, **SHOWN).logits).abs().max() > 1e-3
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("scheme", ["t5", "shaw", "transformer_xl", "cope", "learned", "far_rope"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_schemes_with_whole_distances_refuse_them(family, scheme):
-    model = patched_model(scheme, family)
-    with pytest.raises(ValueError, match="takes whole position_ids only"):
-        model(IDS, position_ids=REAL.float(), **SHOWN)
-    model(IDS, position_ids=REAL.long(), **SHOWN)
 
 
 @torch.no_grad()

@@ -5,9 +5,7 @@ other way to run the same tokens (caches, chunks, padding, packing, generation, 
 it. At the end the guard: what would be found if the scheme did nothing.
 """
 
-import copy
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -23,35 +21,29 @@ from situations import (
     JOINING,
     ORDER_ONLY,
     OWN_ATTENTION,
-    ROTARY_SCHEMES,
     SCHEMES,
-    SCORE_CASES,
-    SCORE_SCHEMES,
     WITHOUT_POSITIONS,
     assert_same,
+    crossed,
     distance,
+    in_turn,
     patched_model,
     position_gradients,
 )
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import patch_model, unpatch_model, verify
-from hf_posenc.live.patch_record import patch_of
-from hf_posenc.modules import PositionEmbedding, PositionModule, ScoreModule
-from hf_posenc.upstream.rotary import IdentityRotary
+from hf_posenc import patch_model, unpatch_model
+from hf_posenc.core.modules import PositionModule
+from hf_posenc.model.patch_record import patch_of
 
 LENGTH = 20
 PADDING = 5
 CHUNKS = (7, 6, 1, 6)
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 
-each_case = pytest.mark.parametrize("case", CASES)
-each_score_case = pytest.mark.parametrize("case", SCORE_CASES)
-each_scheme = pytest.mark.parametrize("case", SCHEMES)
-each_score_scheme = pytest.mark.parametrize("case", SCORE_SCHEMES)
-each_base = pytest.mark.parametrize("family", BASES)
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_case = matrix(in_turn(CASES, BASES), case=None, family=None)
+each_scheme = matrix(in_turn(SCHEMES, BASES), case=None, family=None)
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +53,15 @@ def engines(request, monkeypatch):
         never_short(monkeypatch)
 
 
-def by_engines(**axes):
-    """Parametrize a test by axes and engines; to schemes that have no engines both would be the same test."""
-    names = [*axes, "engines"]
-    rows = [
-        row
-        for row in itertools.product(*axes.values(), ["chosen", "fastest"])
-        if row[-1] == "chosen" or row[names.index("case")] in SCORE_CASES
-    ]
-    return matrix(rows, indirect=["engines"], **dict.fromkeys(names))
+def by_engines(rows, *names):
+    """Parametrize a test by rows, and by engines in turn."""
+    made = [(*row, each) for row, each in in_turn(rows, ["fastest", "chosen", "fastest"])]
+    return matrix(made, indirect=["engines"], **dict.fromkeys([*names, "engines"]))
+
+
+each_scheme_by_engines = by_engines(in_turn(SCHEMES, BASES), "case", "family")
+each_case_by_engines = by_engines(in_turn(CASES, BASES), "case", "family")
+in_every_family = by_engines(crossed(SCHEMES, FAMILIES), "case", "family")
 
 
 # ----------------------------------------------------------------------------------------------------- ways to run it
@@ -158,8 +150,6 @@ WAYS = {
         right_padded,
     )
 }
-RAGGED = (0, 5)
-"""Padding of the two rows of a batch whose prompts differ in length."""
 
 
 def skip_if_stock_does_otherwise(way, case, family):
@@ -170,17 +160,20 @@ def skip_if_stock_does_otherwise(way, case, family):
         )
 
 
+IN_WAYS = [(case, family, way) for (case, way), family in in_turn(itertools.product(SCHEMES, WAYS), [*BASES, "llama"])]
+IN_WAYS += [(case, "llama", way) for case, way in in_turn([case for case in CASES if case not in SCHEMES], WAYS)]
+
+
 @torch.no_grad()
-@by_engines(way=WAYS, case=CASES, family=BASES)
+@by_engines(sorted(IN_WAYS), "case", "family", "way")
 def test_every_way_equals_the_full_forward(case, family, way):
     skip_if_stock_does_otherwise(way, case, family)
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     assert_same(WAYS[way](model, ids), full(model, ids))
 
 
-@pytest.mark.rows(default=10)
+@pytest.mark.rows(default=8)
 @torch.no_grad()
-@each_base
 @each_scheme
 def test_ways_agree_to_the_last_digits_in_float64(case, family):
     model, ids = patched_model(case, family).double(), tokens(2, LENGTH)
@@ -189,14 +182,34 @@ def test_ways_agree_to_the_last_digits_in_float64(case, family):
         assert_same(way(model, ids), expected, way.__name__)
 
 
+def packed(ids):
+    """Return two documents, of 12 and 8 tokens, in one row, and their position ids."""
+    row = torch.cat([ids[0, :12], ids[1, :8]])[None]
+    return row, torch.cat([torch.arange(12), torch.arange(8)])[None]
+
+
 @torch.no_grad()
-@by_engines(case=SCHEMES, family=FAMILIES)
+@in_every_family
 def test_every_family(case, family):
     # Twenty tokens: families with a window of eight have keys outside of it, and their caches drop them.
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     expected = full(model, ids)
     for way in (token_by_token, chunked, static, left_padded, left_padded_in_chunks):
         assert_same(way(model, ids), expected, way.__name__)
+    row, position_ids = packed(ids)
+    if family == "opt" and case in OWN_ATTENTION:
+        with pytest.raises(ValueError, match="or pass a 4-D mask that parts the documents"):
+            model(row, position_ids=position_ids, use_cache=False)
+        return
+    logits = model(row, position_ids=position_ids, use_cache=False).logits
+    assert_same(logits[:, :12], full(model, ids[:1, :12]))
+    second = full(model, ids[1:, :8])
+    if family == "opt":
+        # OPT does not hand its position ids to the mask, so that transformers never detects packing, patched or not.
+        # The second document sees the first; when that changes this line will say so.
+        assert distance(logits[:, 12:], second) > DIFFERENT
+    else:
+        assert_same(logits[:, 12:], second)
 
 
 @torch.no_grad()
@@ -214,38 +227,8 @@ def test_the_window_is_felt(family):
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
-def packed(ids):
-    """Return two documents, of 12 and 8 tokens, in one row, and their position ids."""
-    row = torch.cat([ids[0, :12], ids[1, :8]])[None]
-    return row, torch.cat([torch.arange(12), torch.arange(8)])[None]
-
-
 @torch.no_grad()
-@by_engines(case=SCHEMES, family=FAMILIES)
-def test_packed_documents_equal_separate_ones(case, family):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    row, position_ids = packed(ids)
-    logits = model(row, position_ids=position_ids, use_cache=False).logits
-    first, second = full(model, ids[:1, :12]), full(model, ids[1:, :8])
-    assert_same(logits[:, :12], first)
-    if family == "opt":
-        # OPT does not hand its position ids to the mask, so that transformers never detects packing, patched or not.
-        # The second document sees the first; when that changes this line will say so.
-        assert distance(logits[:, 12:], second) > DIFFERENT
-    else:
-        assert_same(logits[:, 12:], second)
-
-
-@torch.no_grad()
-def test_stock_opt_does_not_detect_packing_either():
-    model, ids = tiny("opt"), tokens(2, LENGTH)
-    row, position_ids = packed(ids)
-    logits = model(row, position_ids=position_ids, use_cache=False).logits
-    assert distance(logits[:, 12:], full(model, ids[1:, :8])) > DIFFERENT
-
-
-@torch.no_grad()
-@by_engines(case=SCHEMES, family=[*BASES, "opt"])
+@by_engines(in_turn(SCHEMES, [*BASES, "opt"]), "case", "family")
 def test_packed_by_a_mask_of_the_users(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     row, position_ids = packed(ids)
@@ -280,15 +263,16 @@ GENERATIONS = {
 
 
 @torch.no_grad()
-@matrix(how=GENERATIONS, case=CASES, family=BASES)
-def test_greedy_generation(case, family, how):
+@matrix(in_turn(in_turn(sorted([*CASES] * 2), BASES), GENERATIONS), row=None, how=None)
+def test_greedy_generation(row, how):
+    case, family = row
     model, ids = patched_model(case, family), tokens(2, 10)
     assert generate(model, ids, **GENERATIONS[how]).equal(by_hand(model, ids))
 
 
 @pytest.mark.rows(default=16)
 @torch.no_grad()
-@by_engines(how=["dynamic", "static"], case=CASES, family=BASES)
+@matrix(in_turn(CASES, BASES, ["static", "dynamic", "static"]), case=None, family=None, how=None)
 def test_generation_of_prompts_of_different_lengths(case, family, how):
     model, ids = patched_model(case, family), tokens(2, 10)
     padded = torch.stack([ids[0], torch.cat([torch.zeros(4, dtype=torch.long), ids[1, :6]])])
@@ -298,9 +282,8 @@ def test_generation_of_prompts_of_different_lengths(case, family, how):
     assert together[1, 4:].equal(by_hand(model, ids[1:, :6])[0])
 
 
-@pytest.mark.rows(default=10)
+@pytest.mark.rows(default=4, slow=10)
 @torch.no_grad()
-@each_base
 @each_scheme
 def test_beam_search(case, family):
     model, ids = patched_model(case, family), tokens(2, 8)
@@ -311,9 +294,8 @@ def test_beam_search(case, family):
     assert generate(model, padded, num_beams=3, attention_mask=mask)[:, PADDING:].equal(expected)
 
 
-@pytest.mark.rows(default=7)
+@pytest.mark.rows(default=4, slow=10)
 @torch.no_grad()
-@each_base
 @each_scheme
 def test_speculative_generation(case, family):
     model = patched_model(case, family)
@@ -323,16 +305,6 @@ def test_speculative_generation(case, family):
     for assistant in (patched_model("alibi", family), tiny(family), patched_model(case, family)):
         assistant.generation_config.eos_token_id = None
         assert generate(model, ids, assistant_model=assistant).equal(expected)
-
-
-@torch.no_grad()
-@matrix(case=SCORE_SCHEMES, family=FAMILIES)
-def test_generation_of_every_family(case, family):
-    model, ids = patched_model(case, family), tokens(2, 10)
-    expected = by_hand(model, ids)
-    assert generate(model, ids).equal(expected)
-    padded, mask, _ = pad_left(ids)
-    assert generate(model, padded, attention_mask=mask)[:, PADDING:].equal(expected)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -358,7 +330,8 @@ def enable_checkpointing(model, **options):
     enable(options)
 
 
-@by_engines(case=SCHEMES, family=FAMILIES)
+@pytest.mark.rows(slow=45)
+@in_every_family
 def test_gradient_checkpointing(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     expected = gradients(model, ids)
@@ -369,7 +342,6 @@ def test_gradient_checkpointing(case, family):
         assert_same_gradients(gradients(model, ids), expected)
 
 
-@each_base
 @each_case
 def test_every_position_parameter_has_a_gradient(case, family):
     model = patched_model(case, family).train()
@@ -380,38 +352,30 @@ def test_every_position_parameter_has_a_gradient(case, family):
     assert all(gradient.abs().max() > 1e-6 for gradient in found.values())
 
 
-@by_engines(case=SCHEMES, family=BASES)
-def test_gradients_of_a_padded_batch(case, family):
+@each_scheme_by_engines
+def test_gradients_of_a_padded_batch_and_of_two_forwards_before_one_backward(case, family):
     model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
     expected = gradients(model, ids)
     padded, mask, position_ids = pad_left(ids)
-    model.zero_grad()
     labels = padded.masked_fill(mask == 0, -100)
     labels[:, PADDING] = -100  # the first token is predicted by nothing in the batch without padding
     arguments = {"attention_mask": mask, "position_ids": position_ids, "use_cache": False}
-    model(padded, labels=labels, **arguments).loss.backward()
-    assert_same_gradients({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
-
-
-@by_engines(case=SCHEMES, family=BASES)
-def test_two_forwards_before_one_backward(case, family):
-    model, ids = patched_model(case, family).train(), tokens(2, LENGTH)
-    padded, mask, position_ids = pad_left(tokens(2, 9, seed=4), 3)
-    other = {"attention_mask": mask, "position_ids": position_ids}
-    first, second = gradients(model, ids), gradients(model, padded, **other)
     model.zero_grad()
-    a = model(ids, labels=ids, use_cache=False).loss
-    b = model(padded, labels=padded, use_cache=False, **other).loss
-    (a + b).backward()
-    both = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert_same_gradients(both, {name: first[name] + second[name] for name in first})
+    model(padded, labels=labels, **arguments).loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(found, expected)
+    model.zero_grad()
+    first, second = model(ids, labels=ids, use_cache=False).loss, model(padded, labels=labels, **arguments).loss
+    (first + second).backward()
+    both = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_same_gradients(both, {n: 2 * gradient for n, gradient in expected.items()})
 
 
 # -------------------------------------------------------------------------------------------------- attention weights
 
 
 @torch.no_grad()
-@by_engines(case=CASES, family=BASES)
+@each_case_by_engines
 def test_output_attentions(case, family):
     model, ids = patched_model(case, family), tokens(2, LENGTH)
     if case not in OWN_ATTENTION:  # sdpa has no weights to return; the schemes that keep the stock attention have eager
@@ -431,56 +395,6 @@ def test_output_attentions(case, family):
         assert_same(weights[..., PADDING:, PADDING:], expected)
 
 
-# -------------------------------------------------------------------------------------------------------------- copies
-
-
-def pickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-@torch.no_grad()
-@matrix(copied=[copy.deepcopy, pickled], case=SCHEMES, family=FAMILIES)
-def test_a_copy_lives_its_own_life(case, family, copied):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    stock, expected = full(tiny(family), ids), full(model, ids)
-    twin = copied(model)
-    assert full(twin, ids).equal(expected)
-    for parameter in twin.parameters():
-        parameter.mul_(1.5)
-    assert full(model, ids).equal(expected)
-    twin.load_state_dict(model.state_dict())
-    assert full(unpatch_model(twin), ids).equal(stock)
-    assert full(model, ids).equal(expected)
-    assert full(unpatch_model(model), ids).equal(stock)
-
-
-@torch.no_grad()
-@each_base
-@each_scheme
-def test_the_original_can_be_unpatched_before_its_copy(case, family):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    expected, twin = full(model, ids), copy.deepcopy(model)
-    unpatch_model(model)
-    assert full(twin, ids).equal(expected)
-    assert full(unpatch_model(twin), ids).equal(full(model, ids))
-
-
-@torch.no_grad()
-@each_base
-def test_models_with_different_schemes_side_by_side(family):
-    ids = tokens(2, LENGTH)
-    alone = {case: full(patched_model(case, family), ids) for case in CASES}
-    together = {case: patched_model(case, family) for case in CASES}
-    for _ in range(2):
-        for case, model in together.items():
-            assert full(model, ids).equal(alone[case])
-    for case in list(together)[::2]:
-        unpatch_model(together.pop(case))
-    for case, model in together.items():
-        assert full(model, ids).equal(alone[case])
-
-
-@each_base
 @each_scheme
 def test_a_stock_teacher_beside_a_patched_student(case, family):
     ids = tokens(2, LENGTH)
@@ -505,31 +419,13 @@ def test_a_stock_teacher_beside_a_patched_student(case, family):
 
 
 @torch.no_grad()
-@by_engines(case=CASES, family=BASES)
-def test_bfloat16_is_close_to_float32(case, family):
+@each_case_by_engines
+def test_half_precision_is_close_to_float32(case, family):
     model, ids = patched_model(case, family).bfloat16(), tokens(2, LENGTH)
     low = full(model, ids)
     assert low.dtype == torch.bfloat16
     exact = full(model.float(), ids)  # the same rounded weights: what differs is the computation
     assert (low.float() - exact).norm() / exact.norm() < BFLOAT16
-
-
-@torch.no_grad()
-@each_base
-@each_case
-def test_float64_is_close_to_float32(case, family):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    single = full(model, ids)
-    double = full(model.double(), ids)
-    assert double.dtype == torch.float64
-    assert_same(single, double.float())
-
-
-@torch.no_grad()
-@by_engines(case=SCORE_SCHEMES, family=BASES)
-def test_autocast(case, family):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    exact = full(model, ids)
     with torch.autocast("cpu", torch.bfloat16):
         low = full(model, ids)
     assert (low.float() - exact).norm() / exact.norm() < BFLOAT16
@@ -541,7 +437,7 @@ GAPPED = torch.tensor([0, 1, 2, 6, 7, 11, 12, 13, 20, 29])
 
 
 @torch.no_grad()
-@by_engines(case=CASES, family=BASES)
+@each_case_by_engines
 def test_gapped_position_ids_are_honoured(case, family):
     model, ids = patched_model(case, family), tokens(2, 30)
     # The same tokens among others that nobody can see: the mask says so, and positions are those of the slots.
@@ -557,50 +453,7 @@ def test_gapped_position_ids_are_honoured(case, family):
         assert distance(actual, full(model, few)) > DIFFERENT
 
 
-@torch.no_grad()
-@each_base
-@each_score_case
-def test_gapped_position_ids_with_a_filled_cache_are_refused(case, family):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :8], past_key_values=cache, use_cache=True)
-    for chosen in ([9, 10], [8, 10], [3, 4]):
-        with pytest.raises(ValueError, match="position_ids do not continue"):
-            model(
-                ids[:, 8:10],
-                attention_mask=torch.ones(2, 10, dtype=torch.long),
-                position_ids=torch.tensor([chosen]),
-                past_key_values=copy.deepcopy(cache),
-                use_cache=True,
-            )
-
-
 # ---------------------------------------------------------------------------------------------- guard against no-ops
-
-
-def silence(model):
-    """Replace a patched model's scheme by one that is installed and does nothing."""
-
-    class Silent(PositionEmbedding):
-        def embed(self, position_ids):
-            return torch.zeros(*position_ids.shape, model.config.hidden_size)
-
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if name == "rotary_emb" and patch_of(model).name in ROTARY_SCHEMES:
-                base = parent.rotary_emb if hasattr(parent.rotary_emb, "inv_freq") else parent.rotary_emb.rotary
-                silent = IdentityRotary(base)
-            elif isinstance(child, PositionEmbedding) and any(True for _ in child.modules()):
-                silent = Silent()
-                silent.like = child.like
-            elif name == "posenc" and isinstance(child, ScoreModule):
-                silent = ScoreModule()  # scores are plain q.k, values are plain values
-            else:
-                continue
-            setattr(parent, name, silent)
-            for module in model.modules():  # attentions of bases without rotation refer to the module
-                if "posenc_rotary" in module.__dict__:
-                    object.__setattr__(module, "posenc_rotary", silent)
 
 
 def assert_acts(model, family):
@@ -612,17 +465,14 @@ def assert_acts(model, family):
 
 
 @torch.no_grad()
-@each_base
 @each_case
 def test_a_scheme_changes_the_result(case, family):
     assert_acts(patched_model(case, family), family)
 
 
-@torch.no_grad()
-@each_base
-def test_that_assertion_fails_without_a_patch(family):
+def test_that_assertion_fails_without_a_patch():
     with pytest.raises(AssertionError, match="stock"):
-        assert_acts(tiny(family), family)
+        assert_acts(tiny("llama"), "llama")
 
 
 @torch.no_grad()
@@ -631,20 +481,3 @@ def test_schemes_differ_from_each_other():
     results = {case: full(patched_model(case, "llama"), ids) for case in SCHEMES}
     for a in SCHEMES:
         assert all(distance(results[a], results[b]) > DIFFERENT for b in SCHEMES if b != a)
-
-
-@torch.no_grad()
-@each_base
-@pytest.mark.parametrize("case", [case for case in SCHEMES if case not in WITHOUT_POSITIONS + JOINING])
-def test_a_silent_scheme_is_found(case, family):
-    model, ids = patched_model(case, family), tokens(2, LENGTH)
-    assert verify(model).ok
-    silence(model)
-    with pytest.raises(AssertionError, match="nope"):
-        assert_acts(model, family)
-    # What is left is exactly `nope` ...
-    assert_same(full(model, ids), full(patch_model(tiny(family), "nope"), ids))
-    # ... and verify, which has nothing to compare with, sees it as well.
-    report = verify(model)
-    assert not report.ok
-    assert report.answers_through == "mask"

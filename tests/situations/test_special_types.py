@@ -12,9 +12,8 @@ from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
 import hf_posenc
 from hf_posenc import UnsupportedModelError, export_stock, from_pretrained, patch_model, verify
 from hf_posenc.analysis.probe import position_vectors
-from hf_posenc.layer_state import STATE, OnAttention, use_engine
-from hf_posenc.live.base_model import BaseModel
-from hf_posenc.registry import family_for, supported_model_types
+from hf_posenc.core.registry import family_for, supported_model_types
+from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
@@ -60,7 +59,7 @@ def coordinates(*, alike, axes, step=1):
     return torch.stack([time, *seen][-axes:])[:, None]
 
 
-@pytest.mark.rows(default=3)
+@pytest.mark.rows(default=2, slow=9)
 @pytest.mark.parametrize("model_type", SEVERAL)
 @pytest.mark.parametrize("axes", [3, 4])
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_several_coordinates_are_refused_where_one_number_counts(model_type, sch
         logits(model, position_ids=coordinates(alike=False, axes=axes))
 
 
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=1, slow=7)
 @pytest.mark.parametrize("model_type", SEVERAL)
 @pytest.mark.parametrize("axes", [3, 4])
 def test_several_coordinates_turn_what_the_base_turns(model_type, axes, tmp_path):
@@ -102,19 +101,6 @@ def test_several_coordinates_turn_what_the_base_turns(model_type, axes, tmp_path
     assert logits(patch_model(stock, "rope"), position_ids=given).equal(before)
 
 
-def test_a_copied_layer_loses_its_temperature_too():
-    """A layer that was copied has a config of its own, which says how queries grow with the position."""
-    expected = logits(patch_model(decoder("ministral3"), "alibi"))
-    model = decoder("ministral3")
-    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
-    own = model.model.layers[1].self_attn.config
-    assert own is not model.config
-    before = logits(model)
-    assert logits(patch_model(model, "alibi")).equal(expected)
-    hf_posenc.unpatch_model(model)
-    assert logits(model).equal(before)
-
-
 TEMPERED = ("ministral3", "mistral4")
 MIXTURES = {
     "beside a rotation": [Alibi(layers=[0]), Rope(layers=[1], rope_theta=10.0)],
@@ -124,7 +110,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=0, slow=5)
 @torch.no_grad()
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("model_type", TEMPERED)
@@ -174,6 +160,7 @@ def test_p_rope_where_attention_slices_by_its_own_number(model_type, tmp_path):
         export_stock(model, tmp_path / "stock")
 
 
+@pytest.mark.rows(slow=4)
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", [Alibi(), Sinusoidal(placement="every_layer")])
 @pytest.mark.parametrize("model_type", ["ministral3", "persimmon", "qwen2_vl_text"])
@@ -186,19 +173,10 @@ def test_a_cropped_cache_is_counted_anew(model_type, scheme):
     assert relative(out(model(tokens()[:, 12:], past_key_values=cache)), logits(model)[:, 12:]) <= EXACT
 
 
-CHUNKED = [Alibi(), Alibi(layers=[0]), Alibi(window=5)]
-
-
-@pytest.mark.rows(default=1)
+@pytest.mark.rows(default=1, slow=4)
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("scheme", "compiled"),
-    [
-        *((scheme, False) for scheme in CHUNKED),
-        (CHUNKED[0], True),
-        *(pytest.param(scheme, True, marks=pytest.mark.slow) for scheme in CHUNKED[1:]),
-    ],
-)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("scheme", [Alibi(), Alibi(layers=[0]), Alibi(window=5)])
 def test_chunks_of_attention_with_a_static_cache(scheme, compiled):
     """Queries see keys of their own chunk only, also where a compiled step cannot look into the mask's closure."""
     model = patch_model(decoder("llama4_text", attention_chunk_size=8), scheme)
@@ -227,6 +205,7 @@ def own_mask(*, kind, window=None):
     return added.masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
 
 
+@pytest.mark.rows(slow=9)
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("scheme", [Alibi, Nope, Rope])
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3", "cohere2"])
@@ -239,37 +218,10 @@ def test_a_window_under_a_mask_of_ones_own(model_type, scheme, kind):
     assert relative(found, logits(wide, attention_mask=own_mask(kind=kind))) > 1e-2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "cohere2"])
-def test_a_mixture_under_a_float_mask_of_ones_own(model_type, dtype):
-    """Layers that keep what they have add it as those with a scheme do; the first tokens are seen by nobody."""
-    mask, ids = own_mask(kind="float"), tokens()
-    mask[..., :4] = torch.finfo(torch.float32).min
-    model = patch_model(decoder(model_type).to(dtype), [Alibi(layers=[0], window=7)])
-    found = logits(model, attention_mask=mask)[:, 4:]
-    for module in model.modules():
-        if isinstance(getattr(module, STATE, None), OnAttention):
-            use_engine(module, "reference")
-    assert found.isfinite().all()
-    limit = EXACT if dtype == torch.float32 else 1e-2  # float16 has 11 bits, and scores are rounded to them
-    assert relative(found.float(), logits(model, attention_mask=mask)[:, 4:].float()) <= limit
-    hidden = torch.cat([ids[:, :4].flip(1), ids[:, 4:]], 1)
-    with torch.no_grad():
-        assert (
-            relative(model(hidden, attention_mask=mask, use_cache=False).logits[:, 4:].float(), found.float()) <= limit
-        )
-
-
 SCALED = {
-    "gemma": {},
-    "gemma2": {},
-    "gemma3_text": {},
-    "granite": {"embedding_multiplier": 12.0},
-    "nanochat": {},
-    "minicpm3": {"scale_emb": 12.0},
-    "falcon_h1": {"embedding_multiplier": 5.0},
-    "llama": {},
-}
+    "gemma": {}, "gemma2": {}, "gemma3_text": {}, "granite": {"embedding_multiplier": 12.0}, "nanochat": {},
+    "minicpm3": {"scale_emb": 12.0}, "falcon_h1": {"embedding_multiplier": 5.0}, "llama": {},
+}  # fmt: skip
 """Types that scale or normalise their token embeddings on the way to the first layer, and how much; LLaMA does not."""
 
 
@@ -288,7 +240,7 @@ def test_the_size_of_what_enters_the_first_layer(model_type):
     wanted = entering[0].double().square().mean().sqrt().item()
     table = model.get_input_embeddings().weight.double().square().mean().sqrt().item()
     assert (abs(wanted / table - 1) > 0.5) == (model_type != "llama")
-    assert BaseModel.of(model).native().token_rms == pytest.approx(wanted, rel=1e-5)
+    assert BaseModel.of(model).native.token_rms() == pytest.approx(wanted, rel=1e-5)
     vectors = position_vectors(patch_model(model, "sinusoidal"), 64)
     assert vectors.square().mean().sqrt().item() == pytest.approx(wanted, rel=1e-3)
 
@@ -310,42 +262,22 @@ def test_a_second_rotary_module_in_use_is_refused():
         patch_model(decoder("molmo2_text", rope_scaling_layers=[1]), "alibi")
 
 
-@pytest.mark.skipif("evolla" not in CONFIG_MAPPING, reason="an older release lacks it")
-@torch.no_grad()
-def test_what_is_read_of_another_sequence_stays():
-    """Evolla's adapters attend to a protein, which has no positions beside those of the text."""
-    model = decoder("evolla")
-    ids = torch.arange(5, 13)[None]
-    protein = {"protein_input_ids": ids, "protein_attention_mask": torch.ones_like(ids)}
-    for adapter in [layer.adapter for layer in model.model.layers if hasattr(layer, "adapter")]:
-        adapter.gate_attention.fill_(1.0)
-        adapter.gate_ffw.fill_(1.0)
-    patch_model(model, "nope")
-    with_protein = logits(model, **protein)
-    assert relative(with_protein, logits(model)) > 1e-2
-    hf_posenc.unpatch_model(model)
-    assert relative(logits(model, **protein), with_protein) > 1e-2
-    without = model.model.rotary_emb.forward
-
-    def still(x, position_ids):
-        cos, sin = without(x, position_ids)
-        return torch.ones_like(cos), torch.zeros_like(sin)
-
-    model.model.rotary_emb.forward = still
-    assert relative(logits(model, **protein), with_protein) < 1e-6
-
-
 def can_share(model_type):
-    """Return whether a type rotates, and not by coordinates that divide the pairs by sections or in whole heads."""
+    """Return whether a type rotates, and not by coordinates that divide the pairs by sections or in whole heads.
+
+    Nor do all layers of lfm3 have one share: those of the type `proportional` keep it as frequencies of 0. Heads of two
+    sizes (Gemma 4) are turned whole.
+    """
     facts = family_for(model_type).rotation
     whole = facts.parameter_coordinates is None or facts.slices_rotary
-    return facts.rotary is not None and whole and model_type not in SECTIONED
+    two_sizes = "gemma4_text", "gemma4_unified_text"
+    return facts.rotary is not None and whole and model_type not in (*SECTIONED, *two_sizes, "lfm3")
 
 
 TURNED = [t for t in supported_model_types() if t in CONFIG_MAPPING and can_share(t)]
 
 
-@pytest.mark.rows(default=10)
+@pytest.mark.rows(default=4, slow=40)
 @pytest.mark.parametrize("model_type", TURNED)
 def test_a_share_of_each_head_is_a_share(model_type):
     """No type's own module of angles reads the share from somewhere else, or not at all."""
@@ -370,6 +302,7 @@ BORROWING = [t for t in ("gemma3n_text", "gemma4_text", "gemma4_unified_text") i
         (Learned(num_positions=64, placement="every_layer"), "dynamic"),
     ],
 )
+@pytest.mark.rows(default=3, slow=8)
 @pytest.mark.parametrize("model_type", BORROWING)
 def test_generation_with_borrowed_keys(model_type, scheme, cache):
     """Some decoders drop most tokens before the layers that borrow; the window is crossed, and a row is padded."""
@@ -388,10 +321,7 @@ def test_generation_with_borrowed_keys(model_type, scheme, cache):
     )
     mask = torch.cat([ids.clamp(max=1), torch.ones(2, 6, dtype=torch.long)], 1)
     whole = model(
-        found.sequences,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-        use_cache=False,
+        found.sequences, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False
     )
     assert relative(torch.stack(found.logits, 1), whole.logits[:, 7:-1]) <= EXACT
     hf_posenc.unpatch_model(model)
@@ -400,6 +330,7 @@ def test_generation_with_borrowed_keys(model_type, scheme, cache):
     }
 
 
+@pytest.mark.rows(default=2)
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
 @pytest.mark.parametrize("model_type", BORROWING)
@@ -434,6 +365,7 @@ def test_layers_that_lend_and_borrow_beside_others(model_type, kind):
         [Rope(layers=[0], rope_theta=50.0), Alibi(layers=[2])],
     ],
 )
+@pytest.mark.rows(default=2, slow=6)
 @pytest.mark.parametrize("model_type", BORROWING)
 def test_queries_that_would_not_fit_borrowed_keys(model_type, schemes):
     model = decoder(model_type)
@@ -447,20 +379,10 @@ def test_queries_that_would_not_fit_borrowed_keys(model_type, schemes):
         assert verify(patch_model(decoder(model_type), fitting)).ok
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("model_type", BORROWING[1:])
-def test_a_share_of_heads_of_two_sizes(model_type):
-    """Each layer type has the angles of its own size of heads, whatever share is turned."""
-    share = {"sliding_attention": 0.5, "full_attention": 0.75}
-    model = patch_model(decoder(model_type), Rope(partial_rotary_factor=share, rope_theta=10.0, scaling="none"))
-    position = torch.tensor([[7]])
-    for kind, size in (("sliding_attention", 8), ("full_attention", 16)):
-        turned = int(size * share[kind])
-        angles = 7 * 10.0 ** (-torch.arange(0, turned, 2) / turned)
-        wanted = torch.cat([angles, torch.zeros((size - turned) // 2)]).repeat(2)
-        cos, sin = model.model.rotary_emb(torch.zeros(1), position, kind)
-        assert torch.allclose(cos[0, 0], wanted.cos(), atol=1e-5)
-        assert torch.allclose(sin[0, 0], wanted.sin(), atol=1e-5)
+def test_a_share_of_heads_of_two_sizes_is_refused(model_type):
+    with pytest.raises(ValueError, match="turns whole heads, so partial_rotary_factor is one for all layers"):
+        patch_model(decoder(model_type), "rope", partial_rotary_factor=0.5, scaling="none")
 
 
 @pytest.mark.parametrize("model_type", [t for t in ("granite_swa", "granitemoe_swa") if t in CONFIG_MAPPING])

@@ -1,0 +1,1 @@
+"""What every room may know: positions, calls, forms, modules and the registries. No transformers, no architectures."""

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""What a swap of positions costs, plain and calibrated: losses before fine-tuning and along the way, against the base.
+
+python scripts/measure_swaps.py CHECKPOINT TEXT --schemes t5 alibi --json results.json
+
+For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
+fine-tuned at the rate of the calibrated starts, as the control. The start `outputs` is calibrated as by default; the
+starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
+tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
+on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_posenc import Matching, calibrate, patch_model
+from hf_posenc.checkpoints.files import replaced
+
+SCHEMES = {
+    "t5": ("t5", {"share_layers": False}),
+    "alibi": ("alibi", {"trainable": True}),
+    "transformer_xl": ("transformer_xl", {}),
+    **{f"transformer_xl_{count}": ("transformer_xl", {"frequencies": count}) for count in (4, 8, 12, 32)},
+    **{
+        f"transformer_xl_{count}_far": ("transformer_xl", {"frequencies": count, "longest": 10000}) for count in (8, 16)
+    },
+    "shaw": ("shaw", {}),
+    "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
+    "window": ("rope", {"window": 512}),
+    "far_rope": ("far_rope", {}),
+}
+NOT_SETTINGS = (
+    "checkpoint",
+    "text",
+    "json",
+    "schemes",
+    "starts",
+    "seeds",
+    "untrained",
+)  # the runs say these
+ASKED_FOR = ("yarn", "window", "far_rope", *(name for name in SCHEMES if name.startswith("transformer_xl_")))
+"""Measured only where asked for: they need no calibration, or are another number of frequencies than the default."""
+STARTS = ("plain", "closed_form", "attention", "outputs")
+FITTED, HELD_OUT, MATCHED = 24, 8, 4
+"""Windows that a calibration reads: to fit closed forms, to choose among them, and in each step of the second stage."""
+
+
+def documents(tokenizer, text: str) -> list[list[int]]:
+    """Return the tokens of each document, with the tokenizer's own first token."""
+    return [tokenizer(part.strip()).input_ids for part in text.split("\n\n") if part.strip()]
+
+
+def split(parts: list[list[int]]) -> int:
+    """Return how many documents, the first ones, are trained on."""
+    return len(parts) - max(1, len(parts) // 10)
+
+
+def windows(parts: list[list[int]], length: int) -> torch.Tensor:
+    """Return documents one after the other, cut into windows (N, length)."""
+    ids = torch.tensor([token for part in parts for token in part])
+    return ids[: len(ids) // length * length].view(-1, length)
+
+
+RESULTS = Path(__file__).parents[1] / "docs/measured/swaps.json"
+"""What was measured for README's table and the pictures."""
+
+
+def kept_runs(variant: str) -> list[dict[str, Any]]:
+    """Return the kept runs of a variant, such as `control` or `t5, plain`, one per seed."""
+    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
+    return [run for name, run in runs.items() if name.rpartition(", seed ")[0] == variant]
+
+
+def loss_by_length(variant: str, *, tuned: bool) -> dict[int, list[float]]:
+    """Return length -> losses of all kept runs in nats, before or after all of their fine-tuning."""
+    runs = kept_runs(variant)
+    found = [run["after"][max(run["after"], key=int)] if tuned else run["before"] for run in runs]
+    return {int(length): [losses[length] for losses in found] for length in found[0]}
+
+
+def loss_by_tokens(variant: str, length: int) -> dict[int, list[float]]:
+    """Return tokens that were read, those of the calibration included -> losses of all kept runs at a length."""
+    found: dict[int, list[float]] = {}
+    for run in kept_runs(variant):
+        begun = run.get("calibration", {}).get("tokens", 0)
+        for tokens, losses in {"0": run["before"], **run["after"]}.items():
+            found.setdefault(begun + int(tokens), []).append(losses[str(length)])
+    return found
+
+
+@torch.no_grad()
+def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
+    """Return the mean cross entropy of the next token, in nats."""
+    model.eval()
+    sums = 0.0
+    for batch in tokens.split(max(1, 4096 // tokens.shape[1])):
+        logits = model(batch, use_cache=False).logits[:, :-1]
+        sums += F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
+    return sums / tokens[:, 1:].numel()
+
+
+def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float]:
+    """Return the loss at each length."""
+    return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
+
+
+def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict]:
+    """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens.
+
+    On the way only the first length is measured.
+    """
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    per_step, found = batch_size * train.shape[1], {}
+    steps = {math.ceil(tokens / per_step): tokens for tokens in tokens_at}
+    warm = max(1, max(steps) // 10)
+    for step in range(1, max(steps) + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, step / warm)
+        model.train()
+        batch = train[torch.randint(len(train), (batch_size,), generator=generator)]
+        logits = model(batch, use_cache=False).logits[:, :-1]
+        value = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in steps:
+            first = dict(list(held.items())[:1])
+            found[str(steps[step])] = measure(model, held if step == max(steps) else first)
+    return found
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model")
+    parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "outputs"])
+    parser.add_argument(
+        "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window of fine-tuning")
+    parser.add_argument("--calibrate-length", type=int, default=256, help="tokens of a window of calibration")
+    parser.add_argument(
+        "--calibrate-windows", type=int, default=600, help="of text that calibration reads, as often as its steps need"
+    )
+    parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
+    parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
+    parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=3e-4, help="of fine-tuning from calibrated starts, and the base")
+    parser.add_argument("--plain-rate", type=float, default=1e-3, help="of fine-tuning from plain swaps")
+    parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
+    options = parser.parse_args()
+    results = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {"runs": {}}
+    results["settings"] = {k: v for k, v in vars(options).items() if k not in NOT_SETTINGS}
+    results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": options.text.name}
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    run(options, options.checkpoint, documents(tokenizer, options.text.read_text(encoding="utf-8")), results)
+    return 0
+
+
+def load(checkpoint: str) -> PreTrainedModel:
+    """Return the base, in float32."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], results: dict) -> None:
+    """Measure what is not in the results yet."""
+    first = split(parts)
+    train = windows(parts[:first], options.length)
+    short = windows(parts[:first], options.calibrate_length)
+    few = {length: max(8, options.held_out_tokens // length) for length in options.lengths}
+    held = {length: windows(parts[first:], length)[: few[length]] for length in options.lengths}
+
+    def keep(name: str, found: dict) -> None:
+        results["runs"][name] = found
+        with replaced(options.json) as partial:
+            partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        print(name, json.dumps(found), flush=True)
+
+    settings = {"tokens_at": options.tokens}
+    batch_size = options.batch_size
+    for seed in options.seeds:
+        if (name := f"control, seed {seed}") not in results["runs"]:
+            base = load(checkpoint)
+            before = measure(base, held)
+            after = fine_tune(base, train, held, rate=options.rate, batch_size=batch_size, seed=seed, **settings)
+            keep(name, {"before": before, "after": after, "rate": options.rate})
+        for scheme in options.schemes:
+            for start in options.starts:
+                if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
+                    continue
+                given, hyperparameters = SCHEMES[scheme]
+                swapped = patch_model(load(checkpoint), given, seed=seed, **hyperparameters)
+                began, report = time.perf_counter(), None
+                if start != "plain":
+                    matching = Matching(
+                        steps=options.steps,
+                        batch_size=MATCHED,
+                        weight_rate=options.weight_rate,
+                        loss=None if start == "closed_form" else start,
+                        seed=seed,
+                    )
+                    report = calibrate(
+                        swapped,
+                        short[: options.calibrate_windows],
+                        held_out=HELD_OUT,
+                        closed_windows=FITTED,
+                        matching=None if start == "closed_form" else matching,
+                        judge="loss" if start == "outputs" else "attention",
+                    )
+                seconds = time.perf_counter() - began
+                before = measure(swapped, held)
+                rate = options.plain_rate if start == "plain" else options.rate
+                found = {"before": before}
+                if start not in options.untrained:
+                    after = fine_tune(swapped, train, held, rate=rate, batch_size=batch_size, seed=seed, **settings)
+                    found |= {"after": after, "rate": rate}
+                if report is not None:
+                    found["calibration"] = {
+                        "seconds": round(seconds, 1),
+                        "tokens": report.tokens,
+                        "kept": report.kept,
+                        "divergence": [round(each.after.mean().item(), 4) for each in report.layers],
+                        "chosen": [list(each.chosen) for each in report.layers],
+                    }
+                keep(name, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

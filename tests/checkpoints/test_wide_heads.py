@@ -1,0 +1,161 @@
+"""`transformer_xl` as a stock checkpoint: stock RoPE over wider heads computes what the patched model does."""
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from decoders import decoder
+from families import tiny
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc
+from hf_posenc import UnsupportedModelError, export_stock, patch_model
+from hf_posenc.core.registry import supported_model_types
+from hf_posenc.schemes.nope import Nope
+from hf_posenc.schemes.transformer_xl import TransformerXL
+
+HELD = (
+    "arcee aria_text cohere emu3_text_model evolla falcon_h1 gemma gemma2 glm_image_text granite granite4_vision_text "
+    "granite_docling_text granitemoe granitemoeshared iquestcoder jais2 llama mistral olmo qwen2 qwen2_moe seed_oss "
+    "smollm3 solar_open starcoder2 vaultgemma"
+).split()
+"""Types whose swapped models a stock class holds. Whatever else is served must be refused."""
+
+TOLERANCE = 3e-5
+"""Of logits, relative to the largest: two orders of float32 sums."""
+
+
+def made(model, seed=0, **scheme):
+    """A patched model whose biases and position parameters are far from 0."""
+    patch_model(model, scheme.pop("scheme", "transformer_xl"), seed=seed, **scheme)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "posenc" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def assert_exported(model, folder, **options):
+    """Export, load, compare; return the stock model."""
+    export_stock(model, folder, **options)
+    assert "posenc" not in (folder / "config.json").read_text()
+    (name,) = AutoConfig.from_pretrained(folder).architectures
+    stock = getattr(transformers, name).from_pretrained(folder)
+    assert not hf_posenc.is_patched(stock)
+    ids = torch.randint(model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = model(ids)[0], stock(ids)[0]
+    largest = expected.abs().max()
+    assert (found - expected).abs().max() < TOLERANCE * largest
+    moved = [parameter for name, parameter in model.named_parameters() if name.endswith("position_bias")]
+    with torch.no_grad():
+        for parameter in moved:
+            parameter.mul_(-1)
+        assert (model(ids)[0] - found).abs().max() > 100 * TOLERANCE * largest
+    return stock
+
+
+# A plain one; biases and another twin than itself; its own factor of scores; soft caps and windows; pairs of neighbours;
+# unrotated layers of the base.
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "granite", "gemma2", "cohere", "smollm3"])
+def test_the_stock_class_computes_the_same(model_type, tmp_path):
+    config = {"sliding_window": None} if model_type == "mistral" else {}
+    stock = assert_exported(made(decoder(model_type, **config)), tmp_path)
+    assert stock.config.model_type == {"mistral": "llama"}.get(model_type, model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", supported_model_types())
+def test_every_type_is_held_or_refused(model_type, tmp_path):
+    config = {"sliding_window": None} if model_type == "mistral" else {}
+    model = made(decoder(model_type, **config))
+    if model_type in HELD:
+        assert_exported(model, tmp_path)
+        return
+    with pytest.raises(
+        UnsupportedModelError, match=r"(?s)no stock class computes transformer_xl on .*: .* can be exported"
+    ):
+        export_stock(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_without_positions_and_frequencies_of_a_list(tmp_path):
+    schemes = [TransformerXL(layers=[1], frequencies=[1.0, 0.2, 0.0031]), Nope(layers=[0])]
+    stock = assert_exported(made(tiny("llama"), scheme=schemes), tmp_path, head_dim=48, length=777)
+    assert (stock.config.head_dim, stock.config.max_position_embeddings) == (48, 777)
+    said = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    assert said["original_max_position_embeddings"] == 777  # or vLLM would scale cosines
+
+
+def test_words_are_equal_without_this_package(tmp_path):
+    """In a process that cannot import hf_posenc, with a cache, in bfloat16, past the base's length."""
+    model = made(tiny("llama", max_position_embeddings=32)).to(torch.bfloat16)
+    export_stock(model, tmp_path / "stock")
+    prompt = torch.randint(model.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(1))
+    code = f"""
+import sys
+sys.modules["hf_posenc"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "stock")!r}, dtype=torch.float32)
+print(model.generate(torch.tensor({prompt.tolist()}), max_new_tokens=100, do_sample=False, pad_token_id=0).tolist())
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    written = model.float().generate(prompt, max_new_tokens=100, do_sample=False, pad_token_id=0)
+    assert json.loads(found) == written.tolist()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "reason"),
+    [
+        ("llama", {"layers": [0]}, "layer 1 keeps its rotation"),
+        ("llama", {"window": 8}, "has a window"),
+        ("mistral", {}, "sliding window, and llama has none"),
+        ("qwen3", {}, "q_norm"),
+        ("nanochat", {}, "norms queries and keys"),
+        ("gpt2", {}, "c_attn"),
+    ],
+)
+def test_refused_with_the_reason(model_type, scheme, reason, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=f"{reason}.*can be exported"):
+        export_stock(made(decoder(model_type), **scheme), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_sizes_are_refused(tmp_path):
+    model = made(tiny("llama"), frequencies=4)
+    for options, reason in (
+        ({"head_dim": 0}, "at least 16"),
+        ({"head_dim": 14}, "at least 16"),
+        ({"head_dim": 17}, "even"),
+        ({"length": 0}, "positive"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            export_stock(model, tmp_path, **options)
+    with pytest.raises(ValueError, match="leave them out"):
+        export_stock(patch_model(tiny("llama"), "nope"), tmp_path, head_dim=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("HF_POSENC_SMOLLM2" not in os.environ, reason="HF_POSENC_SMOLLM2=FOLDER of SmolLM2-135M runs this")
+def test_a_real_model_writes_the_same_words(tmp_path):
+    """Trained weights, 30 layers, 2,000 tokens, after closed forms: greedy words of the stock class."""
+    model = AutoModelForCausalLM.from_pretrained(os.environ["HF_POSENC_SMOLLM2"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(os.environ["HF_POSENC_SMOLLM2"])
+    ids = tokenizer(inspect.getsource(argparse), return_tensors="pt", verbose=False).input_ids[:, :6144]
+    hf_posenc.calibrate(patch_model(model, "transformer_xl", seed=0), ids.view(48, 128), matching=None)
+    export_stock(model, tmp_path / "stock", length=4096)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.float32)
+    with torch.no_grad():
+        expected, found = model(ids[:, :2000]).logits, stock(ids[:, :2000]).logits
+    assert (found - expected).abs().max() < 1e-2  # of 40; angles are float32 in every stock model
+    options = {"max_new_tokens": 200, "do_sample": False}
+    assert stock.generate(ids[:, :64], **options).equal(model.generate(ids[:, :64], **options))
