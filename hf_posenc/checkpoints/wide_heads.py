@@ -86,7 +86,7 @@ def widened_model(
         kept = ", ".join(str(layer) for layer, turned in enumerate(form.turned) if turned)
         raise _nothing_fits(patch, base, f"layer {kept} keeps its rotation, and a stock class has one rotation")
     forms = _forms(patch, base)
-    frequencies = next(form.waves.frequencies for form in forms.values() if form.waves is not None).cpu()
+    frequencies = next(form.waves.frequencies() for form in forms.values() if form.waves is not None).cpu()
     size = base.dims.head_dim
     least = size + 2 * len(frequencies)
     wide = next((each for each in HEAD_DIMS if each >= least), least) if head_dim is None else head_dim
@@ -200,7 +200,7 @@ def _forms(patch: Patch, base: BaseModel) -> dict[int, RelativeKeys]:
     layers = base.layers_with_scores()
     like = torch.empty(0, dtype=torch.float64, device=attentions[layers[0]].q_proj.weight.device)
     forms = {layer: owner_of(attentions[layer].get_submodule("posenc")).form(like) for layer in layers}
-    frequencies = [form.waves.frequencies for form in forms.values()]
+    frequencies = [form.waves.frequencies() for form in forms.values()]
     if any(not torch.equal(each, frequencies[0]) for each in frequencies):
         raise _nothing_fits(patch, base, "its layers have different frequencies, and a stock class has one rotation")
     return forms

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from .positions import can_read
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype for computing positions with this tensor: float64 for float64, else float32."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -41,3 +46,19 @@ def sinusoids(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 def waves(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `[sin(w x) | cos(w x)]` of positions `x` (...), (..., 2F), rounded once to a dtype."""
     return torch.cat(sinusoids(positions, frequencies), -1).to(dtype)
+
+
+def constant(numbers: Sequence[float], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """Return numbers as a tensor (N,) on the device of another. Do not change it: it may come again.
+
+    To copy numbers to CUDA waits for the device, so there the tensors are kept.
+    """
+    if like.is_cuda and can_read(like, waiting=True):
+        return _kept(tuple(numbers), dtype, like.device)
+    return torch.tensor(numbers, dtype=dtype, device=like.device)
+
+
+@functools.lru_cache(256)
+def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)

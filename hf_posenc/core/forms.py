@@ -142,10 +142,10 @@ class Sides:
 
 def pieces(numbers: Tensor, dtype: torch.dtype, count: int) -> list[Tensor]:
     """Return numbers as a sum of `count` tensors in `dtype`. Gradients flow through the first."""
-    parts = []
-    for _ in range(count):
+    parts = [numbers.to(dtype)]
+    while len(parts) < count:
+        numbers = numbers.detach() - parts[-1].detach()
         parts.append(numbers.to(dtype))
-        numbers = numbers.detach() - parts[-1].detach().to(numbers.dtype)
     return parts
 
 
@@ -210,10 +210,12 @@ class Slopes(Form):
     Attributes:
         slopes: `m`, (H,), float32 or float64.
         windows: (H,) int64 or None. A head does not see keys at this distance or further.
+        name: equal for equal slopes; None for slopes that are trained.
     """
 
     slopes: Tensor
     windows: Tensor | None = None
+    name: Hashable = None
     by_head = ("slopes", "windows")
 
     @property
@@ -236,6 +238,13 @@ class Slopes(Form):
         the large part of `m j` before anything small is added, so products must be exact: slopes are in pieces of 8
         bits, and in 16 bits `j = 256 h + l`. (Past 65,536 tokens before the last query `h` is even in bfloat16.)
         """
+        if self.name is None:
+            return Sides(call.query, *self._columns(call))
+        key = (self.name, call.scaling, call.query.dtype)
+        return Sides(call.query, *call.positions.once(key, lambda: self._columns(call)))
+
+    def _columns(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the columns of the queries and of the keys."""
         dtype, narrow = call.query.dtype, call.query.dtype.itemsize < 4
         wide = compute_dtype(call.query)
         slopes = self.slopes.to(wide)[:, None] / call.scaling
@@ -251,7 +260,7 @@ class Slopes(Form):
         else:
             of_query, of_key = [-first * i, first, -rest * i, rest], [torch.ones_like(j), j] * 2
         query = torch.stack(torch.broadcast_tensors(*of_query), -1).to(dtype)
-        return Sides(call.query, query, torch.stack(of_key, -1)[:, None].to(dtype))
+        return query, torch.stack(of_key, -1)[:, None].to(dtype)
 
     def hide(self, scores: Tensor, distance: Tensor) -> Tensor:
         """Return scores, or biases, with the dtype's minimum outside each head's window, as where a mask hides a key.
@@ -380,23 +389,29 @@ class RelativeKeys(Form):
         rotated by `w i` and `[cos w j | sin w j]`.
         """
         assert self.waves is not None
+        made, positions = self.waves, call.positions
         dtype, wide = call.query.dtype, compute_dtype(call.query)
-        u, v = (call.ratio * bias.to(wide)[:, None] for bias in (self.content_bias, self.position_bias))
-        query = call.query.to(wide)
-        sine, cosine = ((query + v) @ self.waves.projection.to(wide)).chunk(2, -1)
-        frequencies, name = self.waves.frequencies, self.waves.name
+        u, v = (bias.to(wide)[:, None] for bias in (self.content_bias, self.position_bias))
+        if call.ratio != 1:
+            u, v = call.ratio * u, call.ratio * v
 
-        def at(side: str, positions: Tensor) -> Tensor:
-            key = (side, name, wide)
-            return call.positions.once(key, lambda: waves(positions.clamp(min=0), frequencies, wide))[:, None]
+        def columns() -> tuple[Tensor, Tensor, Tensor]:
+            i, j = (
+                waves(each.clamp(min=0), made.frequencies(), wide)[:, None]
+                for each in (positions.query_positions, call.key_positions())
+            )
+            sin, cos = i.chunk(2, -1)
+            # In 16 bits the rest of the key side has columns of its own: half the error.
+            j = torch.cat(pieces(j, dtype, 2), -1) if dtype.itemsize < 4 else j.to(dtype)
+            return torch.cat([sin, sin], -1), torch.cat([cos, cos], -1), j
 
-        i, j = at("query", call.positions.query_positions), at("key", call.key_positions())
-        sin, cos = i.chunk(2, -1)
-        of_query = torch.cat([cosine * sin - sine * cos, sine * sin + cosine * cos], -1)
-        if dtype.itemsize < 4:  # the rest of the key side in columns of its own: half the error
-            key = torch.cat(pieces(j, dtype, 2), -1)
-            return Sides((query + u).to(dtype), torch.cat([of_query, of_query], -1).to(dtype), key)
-        return Sides((query + u).to(dtype), of_query.to(dtype), j.to(dtype))
+        sin, cos, of_key = positions.once((made.name, dtype), columns)
+        sine, cosine = made.projection.to(wide).chunk(2, -1)
+        both = (call.query + v) @ torch.cat([cosine, sine, -sine, cosine], -1)
+        by_sine, by_cosine = both.chunk(2, -1)
+        of_query = torch.addcmul(by_sine * sin, by_cosine, cos).to(dtype)
+        query = (call.query + u).to(dtype)
+        return Sides(query, torch.cat([of_query] * (of_key.shape[-1] // of_query.shape[-1]), -1), of_key)
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""
@@ -433,12 +448,12 @@ class Waves:
 
     Attributes:
         projection: `W`, (H, D, 2F).
-        frequencies: `w`, (F,), in radians per token.
+        frequencies: returns `w`, (F,), in radians per token.
         name: equal for equal frequencies.
     """
 
     projection: Tensor
-    frequencies: Tensor
+    frequencies: Callable[[], Tensor]
     name: Hashable
 
 

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+T = TypeVar("T")
+
 ROWS = 7
 """Rows of the channel: position, validity, index (causal order), segment (packed sequence), window, resumed count, tag.
 """
 
-PLAIN_ROWS = ROWS + 1
-"""Rows of the channel of plainly causal attention, with the tag twice: its shape tells it, to a compiler too."""
+ALIGNED_ROWS, PLAIN_ROWS = ROWS + 1, ROWS + 2
+"""Rows of channels with the tag twice or three times: their shape tells what `Positions` says of them, to a compiler too.
+"""
 
 MEMO = "posenc_memo"
 """Attribute of a channel: what layers of this forward pass have computed of its positions alone, `Positions.memo`."""
@@ -86,9 +89,16 @@ def ensure(holds: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-def can_read(value: Tensor) -> bool:
-    """Return whether a value is there to be read, not while compiling, nor on CUDA, nor in tensors without numbers."""
-    return not (torch.compiler.is_compiling() or value.is_cuda or value.is_meta or isinstance(value, FakeTensor))
+def can_read(value: Tensor, *, waiting: bool = False) -> bool:
+    """Return whether a value is there to be read: not while compiling, nor in tensors without numbers.
+
+    Args:
+        value: the value.
+        waiting: whether one on CUDA is to be read too, which waits for the device.
+    """
+    if torch.compiler.is_compiling() or value.is_meta or isinstance(value, FakeTensor):
+        return False
+    return not value.is_cuda or (waiting and not torch.cuda.is_current_stream_capturing())
 
 
 def require_numbers(position_ids: Tensor) -> None:
@@ -138,7 +148,9 @@ class Positions:
             padding count from 1. All others, also under left padding, have their position.
         distance_cap: (B|1, L) what `distance()` reports at most, for the first tokens of each document that stay
             visible outside the window; `NO_WINDOW` for all other keys. None means no such keys.
-        plain: whether queries and keys are known to be the same tokens, of which each sees all up to itself.
+        aligned: whether queries and keys are known to be the same tokens, without padding, and their distances those of
+            slots wherever one sees the other.
+        plain: whether each token is also known to see all up to itself.
         memo: what one layer computes of the positions, and the next layers take. None where nothing is kept.
     """
 
@@ -153,16 +165,21 @@ class Positions:
     window: Tensor
     query_resumed: Tensor
     distance_cap: Tensor | None = None
+    aligned: bool = False
     plain: bool = False
-    memo: dict[Hashable, Tensor] | None = None
+    memo: dict[Hashable, Any] | None = None
 
-    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that depends on the positions and the key alone, computed once in a forward pass."""
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return what depends on the positions and the key alone, computed once in a forward pass.
+
+        It must not hold a view of the channel, nor these positions: either would keep itself alive.
+        """
         if self.memo is None:
             return compute()
         if key not in self.memo:
             self.memo[key] = compute()
-        return self.memo[key]
+        found: T = self.memo[key]
+        return found
 
     @property
     def real(self) -> bool:
@@ -189,7 +206,8 @@ class Positions:
             Positions with batch dimension 1.
         """
         index = torch.arange(key_length or query_length, dtype=torch.int32, device=device)[None]
-        return unpack(pack(index[:, -query_length:], index, plain=query_length == index.shape[-1]), query_length)
+        whole = query_length == index.shape[-1]
+        return unpack(pack(index[:, -query_length:], index, aligned=whole, plain=whole), query_length)
 
     def distance(self) -> Tensor:
         """Return query position minus key position, (B|1, 1, Q, L); meaningless for invisible keys.
@@ -224,7 +242,12 @@ class Positions:
             window: number of tokens.
             kept_first: number of tokens at the start of each document that stay visible. Padding does not count.
         """
-        windowed = replace(self, window=self.window.clamp(max=window), plain=False)
+        key = ("within", window, kept_first)
+        memo = None if self.memo is None else self.once(("memo", *key), dict)
+        return replace(self.once(key, lambda: self._within(window, kept_first)), memo=memo)
+
+    def _within(self, window: int, kept_first: int) -> Positions:
+        windowed = replace(self, window=self.window.clamp(max=window), plain=False, memo=None)
         if kept_first == 0:
             return windowed
         count = self.key_valid.cumsum(-1)
@@ -232,9 +255,8 @@ class Positions:
         before = torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values  # tokens of other documents
         rank = count - before  # 1 at the first token of a document, int64
         cap = (windowed.window + (kept_first - rank)).clamp(max=NO_WINDOW - 1).to(self.key_positions.dtype)
-        return replace(
-            windowed, distance_cap=torch.where(self.key_valid & (rank <= kept_first), cap, NO_WINDOW), memo=None
-        )
+        kept = torch.where(self.key_valid & (rank <= kept_first), cap, NO_WINDOW)
+        return replace(windowed, distance_cap=kept, aligned=False)
 
     def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> Positions:
         """Return the positions of some of the queries and keys, given as slices or indices (N,)."""
@@ -244,7 +266,7 @@ class Positions:
             for name in ("positions", "index", "valid", "segment")
         }
         cap = None if self.distance_cap is None else self.distance_cap[:, keys]
-        return replace(self, **parts, distance_cap=cap, plain=False, memo=None)
+        return replace(self, **parts, distance_cap=cap, aligned=False, plain=False, memo=None)
 
     def divided_at(self, starts: Tensor) -> Tensor:
         """Return whether a new document starts at every one of these tokens, as a bool tensor ().
@@ -289,7 +311,8 @@ class Positions:
         if has_cache:
             ensure(~differs.any(), GAPPED_POSITIONS)
             return self
-        if can_read(differs) and not differs.any():
+        # On CUDA to read waits, once in a forward pass. It is worth it where to know nothing costs more.
+        if can_read(differs, waiting=self.aligned) and not differs.any():
             return self
         if check:
             ensure(~(self._falls(chosen) & differs).any(), RESTARTS)
@@ -297,6 +320,7 @@ class Positions:
             self,
             query_positions=torch.where(differs, chosen, self.query_positions),
             key_positions=torch.where(differs, chosen, self.key_positions),
+            aligned=False,
             memo=None,
         )
 
@@ -328,7 +352,7 @@ class DensePositions:
     seen: Tensor
     query_positions: Tensor
 
-    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Compute it: a mask may come again after it was changed."""
         return compute()
 
@@ -417,6 +441,7 @@ def pack(
     key_segment: Tensor | None = None,
     window: int | Tensor | None = None,
     query_resumed: Tensor | None = None,
+    aligned: bool = False,
     plain: bool = False,
 ) -> Tensor:
     """Write the compact channel, see `Positions` for its rows.
@@ -432,10 +457,11 @@ def pack(
         key_segment: (B|1, L), defaults to one segment.
         window: sliding window in tokens, an int or a tensor with one number; None means no window.
         query_resumed: (B|1, Q), defaults to the positions.
-        plain: see `Positions.plain`.
+        aligned: see `Positions.aligned`.
+        plain: see `Positions.plain`; only with `aligned`.
 
     Returns:
-        int32 tensor (B|1, 1, ROWS, Q + L), or with PLAIN_ROWS.
+        int32 tensor (B|1, 1, ROWS, Q + L), or with ALIGNED_ROWS or PLAIN_ROWS.
     """
     index = torch.cat([query_index, key_index], -1)
 
@@ -453,14 +479,14 @@ def pack(
         row(query_segment, key_segment, torch.zeros_like(index)),
         window.expand_as(index) if isinstance(window, Tensor) else torch.full_like(index, window or NO_WINDOW),
         row(query_resumed, key_index, position),
-        *([torch.full_like(index, TAG)] * (2 if plain else 1)),
+        *([torch.full_like(index, TAG)] * (1 + aligned + plain)),
     )
     return torch.stack(torch.broadcast_tensors(*(r.to(torch.int32) for r in rows)), 1)[:, None]
 
 
 def is_compact(mask: Tensor) -> bool:
     """Return whether a mask has the dtype and the rows of the compact channel."""
-    return mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[-2] in (ROWS, PLAIN_ROWS)
+    return mask.dtype == torch.int32 and mask.ndim == 4 and mask.shape[-2] in (ROWS, ALIGNED_ROWS, PLAIN_ROWS)
 
 
 def unpack(channel: Tensor, query_length: int) -> Positions:
@@ -486,7 +512,8 @@ def unpack(channel: Tensor, query_length: int) -> Positions:
         key_segment=segment[:, q:],
         window=window[:, :1],
         query_resumed=resumed[:, :q],
-        plain=len(tags) > 1,
+        aligned=len(tags) > 1,
+        plain=len(tags) > 2,
     )
 
 
@@ -559,7 +586,10 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
             memo = getattr(mask, MEMO, None)
             if memo is None:
                 setattr(mask, MEMO, memo := {})
-            return replace(unpack(mask, query_length), memo=memo)
+            key = ("positions", query_length)
+            if key not in memo:  # of a copy: views of the channel would keep themselves alive
+                memo[key] = unpack(mask.clone(), query_length)
+            return replace(memo[key], memo=memo)
         if mask.shape[-2:] == (query_length + 1, key_length + 1):
             pairs = mask[:, :, :-1, :-1]
             return DensePositions(pairs >> 1, (pairs & 1).bool(), mask[:, 0, :-1, -1])

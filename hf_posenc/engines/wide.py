@@ -16,10 +16,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..core.attention_call import Call
-from ..core.dtypes import compute_dtype
 from ..core.forms import Content, Sides, pieces
 from ..core.positions import DensePositions
 from .base import Engine
@@ -74,17 +72,18 @@ class Wide(Engine):
 
 def widened(call: Call) -> Call:
     """Return the call without positions, over wider heads, whose weights and output are those of a call."""
-    batch, heads, queries, _ = call.query.shape
+    batch, heads, queries, size = call.query.shape
     parts = [call.form.sides(call)] if call.form.positional else [Sides(call.query, *_nothing(call))]
-    query = parts[0].query
+    query, key = parts[0].query, call.key.to(call.query.dtype)  # under autocast dtypes may differ
     if call.has_token_bias:
         parts.append(_sides_of_numbers(call))
     of_query = [each.query_features.expand(batch, heads, queries, -1).to(query.dtype) for each in parts]
-    of_key = [each.key_features.expand(batch, call.key.shape[1], -1, -1).to(query.dtype) for each in parts]
-    key = call.key.to(query.dtype)  # under autocast dtypes may differ
+    of_key = [each.key_features.expand(*key.shape[:3], -1).to(query.dtype) for each in parts]
+    if rest := -(size + sum(each.shape[-1] for each in of_key)) % MULTIPLE:
+        zeros = call.positions.once(("zeros", rest, query.dtype), lambda: query.new_zeros(rest))
+        of_query.append(zeros.expand(batch, heads, queries, rest))
+        of_key.append(zeros.expand(*key.shape[:3], rest))
     query, key = torch.cat([*of_query, query], -1), torch.cat([*of_key, key], -1)
-    if rest := -query.shape[-1] % MULTIPLE:
-        query, key = pad(query, (0, rest)), pad(key, (0, rest))
     return replace(
         call, query=query, key=key, value=call.value.to(query.dtype), form=Content(), log_gates=None, key_bias=None
     )
@@ -113,31 +112,46 @@ def _sides_of_numbers(call: Call) -> Sides:
     cut into pieces, the large ones first. Query heads that share a key read columns of their own.
     """
     batch, heads, queries, _ = call.query.shape
-    groups, wide = call.groups, compute_dtype(call.query)
-    positions = call.positions
-    assert not isinstance(positions, DensePositions) or call.log_gates is None
-    of_keys = call.query.new_zeros(batch, heads, call.key.shape[2], dtype=torch.float64)
-    own = of_keys[:, :, :1].expand(batch, heads, queries)
-    if call.log_gates is not None and not isinstance(positions, DensePositions):
-        sums = call.log_gates.masked_fill(~positions.key_valid[:, None], 0).double().cumsum(-1)
-        slots = torch.searchsorted(positions.key_index.contiguous(), positions.query_index.contiguous(), right=True)
-        slots = (slots - 1).clamp(min=0)[:, None].expand(batch, heads, queries)
-        sums = sums - sums.gather(-1, slots[..., -1:])
-        own, of_keys = sums.detach().gather(-1, slots), of_keys - sums
-    if call.key_bias is not None:
-        of_keys = of_keys + call.key_bias
-    of_query, of_key = [], []
-    one_hot = torch.eye(groups, dtype=wide, device=own.device).repeat(call.key.shape[1], 1)[:, None]
-    for a, b in zip(*(_cut(each / call.scaling, call) for each in (own, of_keys)), strict=True):
-        of_query += [a[..., None], one_hot.expand(batch, heads, queries, groups).to(a.dtype)]
-        by_key = b.view(batch, -1, groups, b.shape[-1]).transpose(2, 3)  # (B, K, L, groups)
-        of_key += [torch.ones_like(by_key[..., :1]), by_key]
-    return Sides(call.query, torch.cat(of_query, -1), torch.cat(of_key, -1))
+    groups, positions = call.groups, call.positions
+    own = None
+    if call.log_gates is None:
+        of_keys = call.key_bias
+    else:
+        assert not isinstance(positions, DensePositions)
+        gates = call.log_gates if positions.aligned else call.log_gates.masked_fill(~positions.key_valid[:, None], 0)
+        sums = gates.cumsum(-1, dtype=torch.float64)
+        if positions.aligned:
+            of_keys = sums[..., -1:] - sums
+        else:
+            slots = torch.searchsorted(positions.key_index.contiguous(), positions.query_index.contiguous(), right=True)
+            slots = (slots - 1).clamp(min=0)[:, None].expand(batch, heads, queries)
+            of_keys = sums.gather(-1, slots[..., -1:]) - sums
+        if not positions.aligned or call.key_bias is not None:
+            own = -of_keys.detach() if positions.aligned else -of_keys.detach().gather(-1, slots)
+        if call.key_bias is not None:
+            of_keys = of_keys + call.key_bias
+    assert of_keys is not None
+    keys = _cut(of_keys / call.scaling, call)
+    if own is not None:
+        of_query = _cut(own / call.scaling, call)
+    else:  # the tokens of the queries are those of the keys; without gates nothing is to be cancelled
+        of_query = -keys.detach() if call.log_gates is not None else keys.new_zeros(batch, 1, 1, keys.shape[-1])
+    count = keys.shape[-1]
+
+    def one_hot() -> Tensor:
+        made = torch.eye(groups, dtype=keys.dtype, device=keys.device).repeat(call.key.shape[1], 1)
+        return made[:, None, None].expand(heads, 1, count, groups)
+
+    shared = positions.once(("one hot", heads, groups, count, keys.dtype), one_hot)
+    shape = (batch, heads, queries, count)
+    of_query = torch.cat([of_query.expand(shape)[..., None], shared.expand(*shape, groups)], -1).flatten(-2)
+    by_key = keys.view(batch, -1, groups, *keys.shape[2:]).permute(0, 1, 3, 4, 2)  # (B, K, L, pieces, groups)
+    return Sides(call.query, of_query, torch.nn.functional.pad(by_key, (1, 0), value=1.0).flatten(-2))
 
 
-def _cut(numbers: Tensor, call: Call) -> list[Tensor]:
-    """Return numbers in pieces that a call's dtype holds: the large part first."""
+def _cut(numbers: Tensor, call: Call) -> Tensor:
+    """Return numbers in pieces that a call's dtype holds, the large part first: one more dimension."""
     if call.query.dtype.itemsize < 4:
-        return pieces(numbers.to(torch.float32), call.query.dtype, 3)
+        return torch.stack(pieces(numbers.to(torch.float32), call.query.dtype, 3), -1)
     large = (numbers.detach() / GRID).round() * GRID
-    return [large.to(call.query.dtype), (numbers - large).to(call.query.dtype)]
+    return torch.stack([large, numbers - large], -1).to(call.query.dtype)

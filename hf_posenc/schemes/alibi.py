@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.dims import Dims
-from ..core.dtypes import compute_dtype
+from ..core.dtypes import compute_dtype, constant
 from ..core.forms import Slopes
 from ..core.modules import ScoreModule, parameter
 from ..core.positions import NO_WINDOW
@@ -113,7 +113,8 @@ class LinearBias(ScoreModule):
             init.copy_(self.slopes, torch.tensor(self.start).to(self.slopes))
 
     def form(self, like: Tensor) -> Slopes:
-        dtype, device = compute_dtype(like), like.device
-        windows = None if self.windows is None else torch.tensor(self.windows, device=device)
-        start = torch.tensor(self.start, dtype=dtype, device=device) if self.slopes is None else self.slopes.to(dtype)
-        return Slopes(start, windows)
+        dtype = compute_dtype(like)
+        windows = None if self.windows is None else constant(self.windows, torch.int64, like)
+        if self.slopes is not None:
+            return Slopes(self.slopes.to(dtype), windows)
+        return Slopes(constant(self.start, dtype, like), windows, ("slopes", *self.start))

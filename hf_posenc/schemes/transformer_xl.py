@@ -107,16 +107,16 @@ class RelativeSinusoids(ScoreModule):
 
     def form(self, like: Tensor) -> RelativeKeys:
         """Return `W R_d`, `u` and `v`, see `ScoreModule.form`."""
-        dtype, frequencies = compute_dtype(like), self.scheme.frequencies_on(like.device)
-        projection = self._projection().to(dtype)
+        dtype, projection = compute_dtype(like), self._projection()
+
+        def frequencies() -> Tensor:  # most layers do not ask: what an earlier one made of them serves all
+            return self.scheme.frequencies_on(like.device)
 
         def rows(distances: Tensor) -> Tensor:
-            return waves(distances, frequencies, dtype) @ projection.mT
+            return waves(distances, frequencies(), dtype) @ projection.to(dtype).mT
 
-        biases = self.content_bias.to(dtype), self.position_bias.to(dtype)
-        return RelativeKeys(
-            rows, *biases, Waves(projection, frequencies, (self.scheme.frequencies, self.scheme.longest))
-        )
+        made = Waves(projection, frequencies, (self.scheme.frequencies, self.scheme.longest))
+        return RelativeKeys(rows, self.content_bias.to(dtype), self.position_bias.to(dtype), made)
 
     def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors:
         """Return `W` and `v`; the features of a distance are its sinusoids, see `ScoreModule.linear_vectors`."""

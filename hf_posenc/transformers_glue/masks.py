@@ -167,8 +167,11 @@ def position_channel(
     query_index = (torch.arange(q_length, device=device) + q_offset)[None]
     key_index = (torch.arange(kv_length, device=device) + kv_offset)[None]
     valid = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    arguments = count_positions(valid, query_index, key_index)
     same_tokens = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0
+    # One number is read, as transformers does in the same calls: a mask of ones is no mask.
+    if valid is not None and same_tokens and q_length > 1 and not is_tracing(valid) and bool(valid.all()):
+        valid = None
+    arguments = count_positions(valid, query_index, key_index)
     config = kwargs.get("config")
     parts: MaskParts | None = None
     if not torch.compiler.is_compiling() or getattr(mask_function, "__code__", None) is not _AND:
@@ -197,6 +200,7 @@ def position_channel(
         index = torch.arange(segments.shape[-1], device=segments.device)[None]
         restarted = index - torch.where(starts, index, 0).cummax(-1).values
         arguments |= {"query_positions": restarted, "key_positions": restarted}
+    aligned = valid is None and same_tokens and kv_offset == 0
     return positions.pack(
         query_index,
         key_index,
@@ -204,7 +208,8 @@ def position_channel(
         query_segment=segments,
         key_segment=segments,
         window=parts.get("window"),
-        plain=valid is None and same_tokens and kv_offset == 0 and parts.keys() == {"causal"},
+        aligned=aligned,
+        plain=aligned and parts.keys() == {"causal"},
     )
 
 
