@@ -14,7 +14,7 @@ from .base import Engine
 from .chunked import Chunked
 from .clipped import Clipped
 from .decode import Decode
-from .flex import Flex
+from .flex import SCORES, Flex
 from .reference import Reference
 from .rescaled import Rescaled
 from .sdpa import Sdpa
@@ -29,7 +29,7 @@ ENGINES: tuple[Engine, ...] = (
     Clipped({None: 256**2}),
     Rescaled({None: 256**2}),
     Wide({None: 128**2}),
-    Flex({None: 1024**2}),
+    Flex({None: SCORES}),
     Chunked({None: 512**2}),
     Reference(),
 )
@@ -37,8 +37,7 @@ ENGINES: tuple[Engine, ...] = (
 
 The numbers count scores per head (queries times keys). Below its number `auto` skips an engine, because the next one is
 faster; see `Engine.floors`. They were measured by scripts/benchmark_attention.py, on two cores of a Xeon with AMX and
-of a Zen 5 EPYC. Only the number of `flex` was not measured. It is large because the kernels of `flex` take seconds to
-compile.
+of a Zen 5 EPYC. Only the number of `flex` was not measured.
 """
 
 NAMES = tuple(engine.name for engine in ENGINES)

@@ -1,12 +1,17 @@
 """CUDA: torch's FlexAttention with the scheme in `score_mod` and blocks of the mask built on the device. O(L) memory.
 
-A score `s` at distance `d` is changed in one of three ways. The function does not depend on sizes, so a scheme compiles
+A score `s` at distance `d` is changed in one of five ways. The function does not depend on sizes, so a scheme compiles
 to one kernel per dtype and phase (with gradients or without), not one per call:
 
-- added: `s + b_h(d)` (ALiBi, T5, KERPLE), and rescaled: `f_h(d) s` (DA-Transformer). The table (H, distances) is
-  computed outside the kernel, and gradients flow through it.
+- kept: `s`. Attention without positions, or over wider heads (`wide`), with a mask that other kernels take pair by pair.
+- sloped: `s - m_h d` (ALiBi). Nothing is looked up.
+- added: `s + b_h(d)` (T5, KERPLE, slopes that are trained), and rescaled: `f_h(d) s` (DA-Transformer). The table
+  (H, distances) is computed outside the kernel, and gradients flow through it.
 - labelled: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
   outside the kernel (Shaw, keys only).
+
+Where distances are those of slots (`Positions.aligned`), `d` is `i - j`. Elsewhere the kernel looks two positions up
+for every score, which costs more than the attention: 10.1 ms against 3.9 on an H100 at 16,384 tokens.
 
 FlexAttention sums the gradients of tables by atomic addition. They are right, but not the same bits twice, so calls
 under `torch.use_deterministic_algorithms` are refused. FlexAttention allows score_mod to read each table
@@ -14,15 +19,17 @@ only once.
 
 Visibility comes from the compact channel. A block of 128 queries and 128 keys is skipped, computed with the mask, or
 computed without it. The smallest and largest index, segment and position of the block decide. So the mask needs
-(Q / 128)(L / 128) numbers, not one per pair of tokens, and to build it never waits for the device.
+(Q / 128)(L / 128) numbers, not one per pair of tokens, and to build it never waits for the device. All layers of a
+forward pass share it.
 
-A call with a table waits for the device once, to read the length of the table.
+A call with a table and other positions waits for the device once, to read the length of the table.
 
 The kernels are compiled by torch.compile with `fullgraph=True`. More than `GRAPHS` of them is an error, never a silent
-change to uncompiled attention, which would need Q x L numbers. `TORCH_LOGS=recompiles` reports each one.
+change to uncompiled attention, which would need Q x L numbers. `TORCH_LOGS=recompiles` reports each one. While torch
+compiles a whole model, the attention of tables is part of its graph.
 
 Accuracy class: flash attention in the dtype of the inputs, scores and tables in float32. It is tested on CPUs against
-the reference engine, and on the user's device by `selftest` before `auto` takes it. Nothing was measured on a GPU.
+the reference engine, and on the user's device by `selftest` before `auto` takes it.
 """
 
 from __future__ import annotations
@@ -37,8 +44,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..core.attention_call import Call
-from ..core.forms import Bias, ClippedVectors, Factors, Form, Slopes, for_form
-from ..core.positions import Positions
+from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Slopes, for_form
+from ..core.positions import DensePositions, Positions
 from . import selftest
 from .base import Engine, why_not_near_keys
 
@@ -47,6 +54,9 @@ BLOCK = 128
 
 GRAPHS = 64
 """Kernels that may be compiled, counting each scheme, dtype, phase and kind of shape."""
+
+SCORES = 1024**2
+"""Scores per head (Q times L) from which `auto` takes the engine. Its kernels take seconds to compile."""
 
 SMALLEST_HEAD = 16
 """Smallest head size that the Triton kernel takes."""
@@ -62,46 +72,85 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 CHANGES: Mapping[type[Form], str] = {
+    Content: "kept",
     Bias: "added",
-    Slopes: "added",
+    Slopes: "sloped",
     Factors: "rescaled",
     ClippedVectors: "labelled",
 }
 """Form -> how its scores are changed, see the top of this file."""
 
 
+def change_of(form: Any) -> str:
+    """Return how the scores of a form are changed. Slopes that are trained, or have windows, are a table."""
+    if isinstance(form, Slopes) and (form.windows is not None or (form.slopes.requires_grad and torch.is_grad_enabled())):
+        return "added"
+    return for_form(CHANGES, form)
+
+
 def operand(call: Call) -> Tensor:
-    """Return what a score is changed by in float32: the table by distance, or the products (B, H, Q, m + 1)."""
+    """Return what a score is changed by in float32: slopes (H,), a table by distance, or products (B, H, Q, m + 1)."""
     form: Any = call.form
-    if for_form(CHANGES, form) == "labelled":  # `form.keys` is (m + 1, D) or (H, m + 1, D)
+    change = change_of(form)
+    if change == "kept":
+        return call.query.new_empty(0, dtype=torch.float32)
+    if change == "sloped":
+        return form.slopes.float()
+    if change == "labelled":  # `form.keys` is (m + 1, D) or (H, m + 1, D)
         return call.query.float() @ form.keys.float().mT * call.scaling
     positions = call.positions
-    furthest = int(positions.query_positions.max() - positions.key_positions.min())
-    # A power of two, so that few shapes exist, and few kernels are compiled.
-    table: Tensor = form.curve(max(BLOCK, 1 << max(furthest, 0).bit_length()))
-    return table.float().contiguous()
+    if torch.compiler.is_compiling():
+        count = call.key.shape[2]
+    else:
+        if positions.aligned:
+            furthest = call.key.shape[2] - 1
+        else:
+            furthest = positions.once(
+                "furthest", lambda: int(positions.query_positions.max() - positions.key_positions.min())
+            )
+        # A power of two, so that few shapes exist, and few kernels are compiled.
+        count = max(BLOCK, 1 << max(furthest, 0).bit_length())
+    return form.curve(count).float().contiguous()
 
 
-def score_mod(call: Call) -> ScoreMod:
-    """Return the function by which FlexAttention changes a score."""
-    # These are copies, because a kernel takes no views that overlap themselves or each other.
-    query_positions, key_positions = (
-        each.expand(call.query.shape[0], -1).clone(memory_format=torch.contiguous_format)
-        for each in (call.positions.query_positions, call.positions.key_positions)
-    )
+def score_mod(call: Call) -> ScoreMod | None:
+    """Return the function by which FlexAttention changes a score, or None if it changes nothing."""
+    batch, positions = call.query.shape[0], call.positions
     # The caps are a tensor. torch.compile makes a number a symbol when it sees a second value, and score_mod takes no
     # symbols.
     caps = None if call.softcap is None else torch.full(call.query.shape[1:2], call.softcap, device=call.query.device)
-    change, numbers = for_form(CHANGES, call.form), operand(call)
+    change, numbers = change_of(call.form), operand(call)
     relu = change == "rescaled" and call.form.relu
     last = numbers.shape[-1] - 1
 
+    def difference(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i - j
+
+    if not positions.aligned:
+        # These are copies, because a kernel takes no views that overlap themselves or each other.
+        query_positions, key_positions = positions.once(
+            ("copies", batch),
+            lambda: tuple(
+                each.expand(batch, -1).clone(memory_format=torch.contiguous_format)
+                for each in (positions.query_positions, positions.key_positions)
+            ),
+        )
+
+        def difference(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return query_positions[b, i] - key_positions[b, j]
+
     def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         # Masked pairs are evaluated too. Their distances are clamped, so that they stay inside the table.
-        return (query_positions[b, i] - key_positions[b, j]).clamp(min=0, max=last)
+        return difference(b, i, j).clamp(min=0, max=last)
 
     def capped(score: Tensor, h: Tensor) -> Tensor:
         return score if caps is None else caps[h] * torch.tanh(score / caps[h])
+
+    def kept(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return capped(score, h)
+
+    def sloped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return capped(score, h) - numbers[h] * difference(b, i, j)
 
     def added(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return capped(score, h) + numbers[h, distance(b, i, j)]
@@ -113,7 +162,9 @@ def score_mod(call: Call) -> ScoreMod:
     def labelled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return capped(score + numbers[b, h, i, distance(b, i, j)], h)
 
-    return {"added": added, "rescaled": rescaled, "labelled": labelled}[change]
+    if change == "kept" and caps is None:
+        return None
+    return {"kept": kept, "sloped": sloped, "added": added, "rescaled": rescaled, "labelled": labelled}[change]
 
 
 # --------------------------------------------------------------------------------------------------------- the masks
@@ -151,7 +202,7 @@ def block_mask(positions: Positions, batch_size: int) -> BlockMask:
     )
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        lag = query_index[b, i] - key_index[b, j]
+        lag = i - j if p.aligned else query_index[b, i] - key_index[b, j]
         return (lag >= 0) & (lag < windows[b, 0]) & (query_segment[b, i] == key_segment[b, j])
 
     lengths = (queries.index.shape[1], keys.index.shape[1])
@@ -211,6 +262,8 @@ class Flex(Engine):
     """
 
     name = "flex"
+    traced = True
+    value_sizes = True
     forms = tuple(CHANGES)
     wrong_form = "the scheme is neither a table of distances nor vectors of clipped distances for keys"
 
@@ -221,7 +274,10 @@ class Flex(Engine):
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
         query = call.query
-        if (reason := why_not_near_keys(call)) is not None:
+        if torch.compiler.is_compiling():
+            if call.weights or isinstance(call.positions, DensePositions) or not call.positions.aligned:
+                return "only plain, packed and windowed attention is compiled into a graph"
+        elif (reason := why_not_near_keys(call)) is not None:
             return reason
         if query.device.type != "cuda":
             return f"it is written for CUDA, the tensors are on {query.device.type}"
@@ -229,7 +285,7 @@ class Flex(Engine):
             return "attention dropout needs the weights"
         if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"the kernel takes float32, bfloat16 and float16, not {query.dtype}"
-        if query.shape[-1] < SMALLEST_HEAD:
+        if min(query.shape[-1], call.value.shape[-1]) < SMALLEST_HEAD:
             return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
         if (reason := self.why_not_form(call)) is not None:
             return reason
@@ -242,15 +298,26 @@ class Flex(Engine):
     def distrust(self, call: Call) -> str | None:
         """Return the fault that the self-test found on this device, or None if the device passed."""
         kind = selftest.Kind(
-            change=for_form(CHANGES, call.form),
+            change=change_of(call.form),
             dtype=call.query.dtype,
             size=call.query.shape[3],
+            values=call.value.shape[3],
             grouped=call.groups > 1,
             capped=call.softcap is not None,
+            aligned=call.positions.aligned,
             gradients=torch.is_grad_enabled(),
             device=call.query.device,
         )
         return selftest.fault(kind, self.attend)
+
+    def is_better(self, call: Call) -> bool:
+        """Return whether a call, which other kernels compute with a mask, is one that `auto` would give to this engine."""
+        positions = call.positions
+        if not call.query.is_cuda or torch.compiler.is_compiling() or isinstance(positions, DensePositions):
+            return False
+        if positions.plain or call.query.shape[2] * call.key.shape[2] < SCORES:
+            return False
+        return self.refusal(call) is None and self.distrust(call) is None
 
     def attend(self, call: Call) -> tuple[Tensor, None]:
         """Compute a call, see `Engine.attend`. Rows that see no key are 0."""
@@ -260,15 +327,12 @@ class Flex(Engine):
             key, value = call.key.to(query.dtype), call.value.to(query.dtype)  # under autocast they may differ
             changed = score_mod(call)
             with torch.no_grad():
-                mask = block_mask(positions, query.shape[0])
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                output: Tensor = compiled()(
-                    query,
-                    key,
-                    value,
-                    score_mod=changed,
-                    block_mask=mask,
-                    scale=call.scaling,
-                    enable_gqa=call.groups != 1,
-                )
+                mask = positions.once(("block mask", len(query)), lambda: block_mask(positions, len(query)))
+            options = {"score_mod": changed, "block_mask": mask, "scale": call.scaling, "enable_gqa": call.groups != 1}
+            output: Any
+            if torch.compiler.is_compiling():
+                output = flex_attention(query, key, value, **options)
+            else:
+                with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+                    output = compiled()(query, key, value, **options)
         return output.transpose(1, 2), None

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import pad
 
 from ..core.attention_call import Call
 from ..core.forms import Content
 from ..core.positions import DensePositions, Positions
 from . import chunked
 from .base import Engine
+from .flex import Flex
 from .spans import Span, spans
 
 WHOLE = 2**18
@@ -55,6 +58,10 @@ class Sdpa(Engine):
             return "the kernel has no soft cap on scores"
         return None
 
+    def distrust(self, call: Call) -> str | None:
+        """Return why FlexAttention is to compute a call, or None."""
+        return "its mask has an entry for every score" if Flex().is_better(call) else None
+
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
         if isinstance(call.positions, Positions) and call.positions.plain:
             return _attend(call, causal=True), None
@@ -67,20 +74,53 @@ class Sdpa(Engine):
 
 def _attend(call: Call, *, causal: bool = False) -> Tensor:
     """Return the kernel's output (B, Q, H, V). It gets a mask if attention is not plainly causal."""
-    value, size = call.value, call.value.shape[-1]
-    if value.device.type == "cpu" and size < call.query.shape[-1]:  # its flash kernel takes one size only
-        value = torch.nn.functional.pad(value, (0, call.query.shape[-1] - size))
+    size, mask = call.value.shape[-1], None if causal else _mask(call)
+    key, value = _suited(call, mask)
     output = torch.nn.functional.scaled_dot_product_attention(
         call.query,
-        call.key,
+        key,
         value,
-        None if causal else _mask(call),
+        mask,
         dropout_p=call.dropout,
         is_causal=causal,
         scale=call.scaling,
-        enable_gqa=bool(call.groups != 1),  # sizes are tensors in torch.jit.trace
+        enable_gqa=bool(call.query.shape[1] != key.shape[1]),  # sizes are tensors in torch.jit.trace
     )
     return output[..., :size].transpose(1, 2).to(call.query.dtype).contiguous()
+
+
+def _suited(call: Call, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return keys and values in a shape that a fast kernel takes: values padded, or keys repeated for their heads.
+
+    For other shapes torch silently computes all scores. Only cuDNN takes values narrower than queries beside shared keys.
+    """
+    key, value, rest = call.key, call.value, call.query.shape[-1] - call.value.shape[-1]
+    if not call.query.is_cuda:
+        if rest > 0 and value.device.type == "cpu":  # its flash kernel takes one size only
+            value = pad(value, (0, rest))
+        return key, value
+    if torch.compiler.is_compiling():  # which kernels there are is not known
+        value = pad(value, (0, max(rest, 0)))
+        shared = call.groups > 1 and (mask is not None or call.query.dtype == torch.float32)
+        return _repeated(key, call.groups) if shared else key, _repeated(value, call.groups) if shared else value
+    for groups in sorted({1, call.groups}):
+        for padding in sorted({0, max(rest, 0)}):
+            some_key, some_value = _repeated(key, groups), _repeated(pad(value, (0, padding)), groups)
+            if _takes(call, some_key, some_value, mask):
+                return some_key, some_value
+    return key, value
+
+
+def _takes(call: Call, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch would choose a fast kernel."""
+    shared = call.query.shape[1] != key.shape[1]
+    given = {"is_causal": mask is None, "scale": call.scaling, "enable_gqa": shared}
+    chosen = torch._fused_sdp_choice(call.query, key, value, mask, call.dropout, **given)
+    return bool(chosen != SDPBackend.MATH.value)
+
+
+def _repeated(tensor: Tensor, groups: int) -> Tensor:
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 
 
 def _by_documents(call: Call, documents: list[Span]) -> Tensor:

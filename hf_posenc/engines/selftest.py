@@ -3,7 +3,8 @@
 The user's own compiler and driver build the kernels of FlexAttention. So the kernels are tried before `auto` hands them
 a kind of call. They compute the output and the gradients of a small example, with two documents, padding, a sliding
 window and more than one block. The reference engine computes the same in float64. If the kernels cannot be compiled,
-or their numbers differ, a warning says so and the next engine is taken.
+or their numbers differ, a warning says so and the next engine is taken. A kind that passed is not tried again by other
+processes with the same device and versions: its name is kept in a file in the folder of Hugging Face (`HF_HOME`).
 
 A separate thread computes the example, so that gradient mode, autocast and checkpointing hooks of the user's call do
 not affect it.
@@ -11,19 +12,25 @@ not affect it.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from torch import Tensor
 
 from ..core.attention_call import Call
-from ..core.forms import Bias, ClippedVectors, Factors, Form
+from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Slopes
 from ..core.positions import Positions, pack, unpack
+from ..core.version import VERSION
 from . import reference
+
+logger = logging.getLogger(__name__)
 
 LENGTH = 300
 """Tokens of the example: two blocks of queries and part of a third."""
@@ -35,11 +42,16 @@ FORMS: Mapping[str, Callable[[Tensor], Form]] = {
     "added": lambda table: Bias(lambda distance: table[:, distance], table.device),
     "rescaled": lambda table: Factors(lambda distance: table[:, distance], table.device, relu=True),
     "labelled": lambda table: ClippedVectors(table, None),
+    "sloped": lambda table: Slopes(table[:, 0].detach().abs()),
+    "kept": lambda table: Content(),
 }
 """`Kind.change` -> function of a random table that returns the form to try."""
 
 COMPARED = ("the output", *(f"the gradient of the {name}" for name in ("query", "key", "value", "table")))
-"""What is compared. Without gradients only the output is."""
+"""What is compared. Without gradients only the output is, and slopes are no table."""
+
+PASSED = Path(constants.HF_HOME) / "hf_posenc" / "flex_attention_passed.txt"
+"""File of the kinds that passed, a line each."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +62,10 @@ class Kind:
         change: how scores are changed, see `flex.CHANGES`.
         dtype: of queries and keys.
         size: D.
+        values: V.
         grouped: whether query heads share keys.
         capped: whether scores have a soft cap.
+        aligned: whether distances are those of slots.
         gradients: whether gradients are taken.
         device: device of queries and keys.
     """
@@ -59,8 +73,10 @@ class Kind:
     change: str
     dtype: torch.dtype
     size: int
+    values: int
     grouped: bool
     capped: bool
+    aligned: bool
     gradients: bool
     device: torch.device
 
@@ -82,8 +98,17 @@ def fault(kind: Kind, attend: Attend) -> str | None:
     if kind not in FOUND:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "its self-test had not run before this CUDA graph was captured"
+        logger.warning(
+            "FlexAttention compiles kernels for %s scores, %s and heads of %d on %s, once: 10 to 40 seconds",
+            *(kind.change, kind.dtype, kind.size, kind.device),
+        )
+        if (line := _line(kind)) in _passed():
+            FOUND[kind] = None
+            return None
         with ThreadPoolExecutor(1) as thread:
             FOUND[kind] = finding = thread.submit(_compare, kind, attend).result()
+        if finding is None and line:
+            _keep(line)
         if finding is not None:
             warnings.warn(
                 f"FlexAttention on {kind.device} {finding}, with {kind.change} scores, {kind.dtype} and heads of "
@@ -91,6 +116,29 @@ def fault(kind: Kind, attend: Attend) -> str | None:
                 stacklevel=3,
             )
     return FOUND[kind]
+
+
+def _line(kind: Kind) -> str:
+    """Return the line of the file for a kind: what its kernels depend on. Empty for devices other than CUDA."""
+    if kind.device.type != "cuda":
+        return ""
+    return f"{torch.cuda.get_device_name(kind.device)} torch {torch.__version__} hf_posenc {VERSION} {kind}"
+
+
+def _passed() -> frozenset[str]:
+    try:
+        return frozenset(PASSED.read_text(encoding="utf-8").splitlines())
+    except OSError:  # there is none yet, or it cannot be read: the test is made again
+        return frozenset()
+
+
+def _keep(line: str) -> None:
+    try:
+        PASSED.parent.mkdir(parents=True, exist_ok=True)
+        with PASSED.open("a", encoding="utf-8") as file:  # short lines of several processes are appended whole
+            file.write(line + "\n")
+    except OSError:  # a folder that cannot be written: the next process makes the test again
+        logger.info("the self-test of FlexAttention cannot be kept in %s", PASSED)
 
 
 def _compare(kind: Kind, attend: Attend) -> str | None:
@@ -115,28 +163,32 @@ def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> li
         attend: computes the call.
         dtype: dtype to which queries, keys, values and the table are converted; None leaves them as they are.
     """
-    heads, key_heads, positions = 4, 2 if kind.grouped else 4, _positions(kind.device)
+    heads, key_heads, positions = 4, 2 if kind.grouped else 4, _positions(kind.device, aligned=kind.aligned)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(kind.device, kind.dtype)
 
-    leaves = [random(2, each, LENGTH, kind.size) for each in (heads, key_heads, key_heads)]
+    sizes = ((heads, kind.size), (key_heads, kind.size), (key_heads, kind.values))
+    leaves = [random(2, each, LENGTH, size) for each, size in sizes]
     leaves.append(random(*((17, kind.size) if kind.change == "labelled" else (heads, 2 * LENGTH))).float())
-    weight = random(2, LENGTH, heads, kind.size) * positions.query_valid[:, :, None, None]
+    weight = random(2, LENGTH, heads, kind.values) * positions.query_valid[:, :, None, None]
     with torch.set_grad_enabled(kind.gradients):
         query, key, value, table = (each.requires_grad_(kind.gradients).to(dtype or each.dtype) for each in leaves)
         form, softcap = FORMS[kind.change](table), 2.0 if kind.capped else None
         output, _ = attend(Call(query, key, value, positions, scaling=0.2, softcap=softcap, form=form))
         weighted = output * weight
-        gradients = torch.autograd.grad(weighted.sum(), leaves) if kind.gradients else ()
+        wanted = leaves[:3] if kind.change in ("sloped", "kept") else leaves
+        gradients = torch.autograd.grad(weighted.sum(), wanted) if kind.gradients else ()
     return [weighted.detach(), *gradients]
 
 
-def _positions(device: torch.device) -> Positions:
-    """Return positions with left padding, two documents and a sliding window."""
+def _positions(device: torch.device, *, aligned: bool) -> Positions:
+    """Return positions with two documents, a sliding window, and left padding unless they are to be aligned."""
     index = torch.arange(LENGTH, device=device)[None]
-    segment, valid = (index >= 170).int(), index >= 40
-    tokens = {"positions": (index - 40 - 130 * segment).clamp(min=0), "valid": valid, "segment": segment}
+    padding = 0 if aligned else 40
+    segment, valid = (index >= 170).int(), index >= padding
+    restarted = (index - padding - (170 - padding) * segment).clamp(min=0)
+    tokens = {"positions": restarted, "valid": valid, "segment": segment}
     both: dict[str, Any] = {f"{side}_{name}": each for name, each in tokens.items() for side in ("query", "key")}
-    return unpack(pack(index, index, **both, window=100), LENGTH)
+    return unpack(pack(index, index, **both, window=100, aligned=aligned), LENGTH)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..core.attention_call import Call
-from ..core.forms import Content, Sides, pieces
+from ..core.forms import Content, Sides, Slopes, pieces
 from ..core.positions import DensePositions
 from .base import Engine
+from .flex import Flex
 from .sdpa import Sdpa
 
 WIDEST = 256
@@ -63,11 +64,16 @@ class Wide(Engine):
                 return f"heads would be {width} dimensions wider, which takes longer than other engines above {WIDEST}"
         return None
 
+    def distrust(self, call: Call) -> str | None:
+        """Return why FlexAttention is to compute a call, or None."""
+        is_line = isinstance(call.form, Slopes) and not call.has_token_bias
+        return "it would need a mask, and FlexAttention no wider heads" if is_line and Flex().is_better(call) else None
+
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:
         """Attend over wider heads, see `Engine.attend`."""
         with torch.autocast(call.query.device.type, enabled=False):
-            output, _ = Sdpa().attend(widened(call))
-        return output, None
+            call = widened(call)
+            return (Flex() if Sdpa().distrust(call) else Sdpa()).attend(call)
 
 
 def widened(call: Call) -> Call:
