@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ ROWS = 7
 """
 
 ALIGNED_ROWS, PLAIN_ROWS = ROWS + 1, ROWS + 2
-"""Rows of channels with the tag twice or three times: their shape tells what `Positions` says of them, to a compiler too.
-"""
+"""Rows of channels with the tag twice or three times: their shape tells what `Positions` says, to a compiler too."""
 
 MEMO = "posenc_memo"
 """Attribute of a channel: what layers of this forward pass have computed of its positions alone, `Positions.memo`."""
@@ -243,7 +242,7 @@ class Positions:
             kept_first: number of tokens at the start of each document that stay visible. Padding does not count.
         """
         key = ("within", window, kept_first)
-        memo = None if self.memo is None else self.once(("memo", *key), dict)
+        memo: dict[Hashable, Any] | None = None if self.memo is None else self.once(("memo", *key), dict)
         return replace(self.once(key, lambda: self._within(window, kept_first)), memo=memo)
 
     def _within(self, window: int, kept_first: int) -> Positions:
@@ -351,6 +350,7 @@ class DensePositions:
     pairs: Tensor
     seen: Tensor
     query_positions: Tensor
+    aligned: ClassVar[bool] = False
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Compute it: a mask may come again after it was changed."""

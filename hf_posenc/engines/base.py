@@ -22,6 +22,7 @@ class Engine:
         wrong_form: reason for refusing a scheme of another form.
         floors: dtype -> scores per head (Q times L) below which `auto` skips the engine, because the next one is
             faster. The key None stands for any other dtype.
+        few_kernels: whether it launches fewer kernels than the next one, so that on CUDA no size is too small for it.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
         token_bias: whether it takes calls with forget gates or biases of keys.
@@ -36,6 +37,7 @@ class Engine:
     token_bias: ClassVar[bool] = False
     real: ClassVar[bool] = False
     value_sizes: ClassVar[bool] = False
+    few_kernels: ClassVar[bool] = False
     forms: ClassVar[tuple[type[Form], ...] | None] = None
     wrong_form: ClassVar[str]
     floors: Mapping[torch.dtype | None, int]
@@ -54,6 +56,8 @@ class Engine:
 
     def floor(self, call: Call) -> int:
         """Return the scores per head below which `auto` skips the engine."""
+        if self.few_kernels and call.query.is_cuda:
+            return 0
         return self.floors.get(call.query.dtype, self.floors.get(None, 0))
 
     def why_not(self, call: Call) -> str | None:

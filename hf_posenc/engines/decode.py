@@ -24,8 +24,19 @@ import torch
 from torch import Tensor
 
 from ..core.attention_call import Call
-from ..core.forms import Bias, ClippedVectors, Curves, Factors, Form, RelativeKeys, Slopes, at_distance, for_form
-from ..core.positions import DensePositions
+from ..core.forms import (
+    Bias,
+    ClippedVectors,
+    Content,
+    Curves,
+    Factors,
+    Form,
+    RelativeKeys,
+    Slopes,
+    at_distance,
+    for_form,
+)
+from ..core.positions import GAPPED_POSITIONS, DensePositions, can_read, ensure
 from .base import Engine
 
 QUERIES = 16
@@ -60,9 +71,28 @@ class Terms:
     factors: Tensor | None = None
 
 
+def _seen(call: Call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return distances >= 0 and the mask, as a function of `TERMS` takes them."""
+    # Distances are negative only where the key is invisible. With a cache none is L or more, except between position
+    # ids that the caller chose, and while compiling these do not come with a cache.
+    distance, most = call.positions.distance(), None
+    if not can_read(distance):
+        most = call.key.shape[2] - 1
+        if not torch.compiler.is_compiling():
+            ensure((distance <= most).all(), GAPPED_POSITIONS)
+    # The minimum instead of -inf, as in the reference: a row of padding, which sees no key, gets no NaN.
+    hidden = call.query.new_zeros(distance.shape, dtype=dtype)
+    return distance.clamp(0, most), hidden.masked_fill_(~call.positions.visible(), torch.finfo(dtype).min)
+
+
 def _slopes(form: Slopes, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
-    bias = torch.addcmul(hidden, form.slopes[:, None, None], distance.to(hidden.dtype), value=-1)
-    return Terms(call.query, form.hide(bias, distance))
+    def bias() -> Tensor:
+        added = torch.addcmul(hidden, form.slopes[:, None, None], distance.to(hidden.dtype), value=-1)
+        return form.hide(added, distance)
+
+    if form.name is None:
+        return Terms(call.query, bias())
+    return Terms(call.query, call.positions.once((form.name, hidden.dtype), bias))
 
 
 def _bias(form: Bias, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
@@ -80,7 +110,7 @@ def _numbers(form: Curves, distance: Tensor) -> Tensor:
 
 def _count(distance: Tensor) -> int:
     """Return the length of a table that has an entry for every distance from 0 to the largest."""
-    return distance.shape[-1] if torch.compiler.is_compiling() else int(distance.amax()) + 1
+    return int(distance.amax()) + 1 if can_read(distance) else distance.shape[-1]
 
 
 def _clipped_vectors(form: ClippedVectors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
@@ -101,7 +131,12 @@ def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Ten
     return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, at))
 
 
+def _content(form: Form, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
+    return Terms(call.query, hidden)
+
+
 TERMS: Mapping[type[Form], Callable[[Any, Call, Tensor, Tensor], Terms]] = {
+    Content: _content,
     Bias: _bias,
     Slopes: _slopes,
     Factors: _factors,
@@ -181,7 +216,9 @@ class Decode(Engine):
     name = "decode"
     traced = True
     sinks = True
+    token_bias = True
     value_sizes = True
+    few_kernels = True
     forms = tuple(TERMS)
     wrong_form = "the scheme has none of the forms that this engine computes"
 
@@ -208,14 +245,11 @@ class Decode(Engine):
         with torch.autocast(query.device.type, enabled=False):
             # Under autocast their dtypes may differ.
             key, value = call.key.to(query.dtype), call.value.to(query.dtype)
-            # Distances are negative only where the key is invisible. With a cache none is L or more, except between
-            # position ids that the caller chose, and while compiling these do not come with a cache.
-            most = key.shape[2] - 1 if torch.compiler.is_compiling() else None
-            distance, visible = call.positions.distance().clamp(0, most), call.positions.visible()
             wide = torch.promote_types(query.dtype, torch.float32)
-            # The minimum instead of -inf, as in the reference: a row of padding, which sees no key, gets no NaN.
-            hidden = query.new_zeros(distance.shape, dtype=wide).masked_fill_(~visible, torch.finfo(wide).min)
+            distance, hidden = call.positions.once(("decode", wide), lambda: _seen(call, wide))
             terms = for_form(TERMS, call.form)(call.form, call, distance, hidden)
+            if call.has_token_bias:
+                terms.outside = terms.outside + call.token_bias()
             if _kernel_takes(terms, call, value):
                 output, weights = _by_kernel(terms, call, key, value), None
             else:

@@ -3,7 +3,7 @@
 A score `s` at distance `d` is changed in one of five ways. The function does not depend on sizes, so a scheme compiles
 to one kernel per dtype and phase (with gradients or without), not one per call:
 
-- kept: `s`. Attention without positions, or over wider heads (`wide`), with a mask that other kernels take pair by pair.
+- kept: `s`. Attention without positions, or over wider heads (`wide`), with masks of some shape.
 - sloped: `s - m_h d` (ALiBi). Nothing is looked up.
 - added: `s + b_h(d)` (T5, KERPLE, slopes that are trained), and rescaled: `f_h(d) s` (DA-Transformer). The table
   (H, distances) is computed outside the kernel, and gradients flow through it.
@@ -83,7 +83,9 @@ CHANGES: Mapping[type[Form], str] = {
 
 def change_of(form: Any) -> str:
     """Return how the scores of a form are changed. Slopes that are trained, or have windows, are a table."""
-    if isinstance(form, Slopes) and (form.windows is not None or (form.slopes.requires_grad and torch.is_grad_enabled())):
+    if isinstance(form, Slopes) and (
+        form.windows is not None or (form.slopes.requires_grad and torch.is_grad_enabled())
+    ):
         return "added"
     return for_form(CHANGES, form)
 
@@ -275,7 +277,7 @@ class Flex(Engine):
         """Return why the engine cannot carry a call, or None if it can."""
         query = call.query
         if torch.compiler.is_compiling():
-            if call.weights or isinstance(call.positions, DensePositions) or not call.positions.aligned:
+            if call.weights or not call.positions.aligned:
                 return "only plain, packed and windowed attention is compiled into a graph"
         elif (reason := why_not_near_keys(call)) is not None:
             return reason
@@ -311,7 +313,7 @@ class Flex(Engine):
         return selftest.fault(kind, self.attend)
 
     def is_better(self, call: Call) -> bool:
-        """Return whether a call, which other kernels compute with a mask, is one that `auto` would give to this engine."""
+        """Return whether `auto` prefers the engine for a call that other kernels compute with a mask."""
         positions = call.positions
         if not call.query.is_cuda or torch.compiler.is_compiling() or isinstance(positions, DensePositions):
             return False
@@ -328,8 +330,14 @@ class Flex(Engine):
             changed = score_mod(call)
             with torch.no_grad():
                 mask = positions.once(("block mask", len(query)), lambda: block_mask(positions, len(query)))
-            options = {"score_mod": changed, "block_mask": mask, "scale": call.scaling, "enable_gqa": call.groups != 1}
-            output: Any
+            options: dict[str, Any] = {"score_mod": changed, "block_mask": mask, "scale": call.scaling}
+            options["enable_gqa"] = call.groups != 1
+                "score_mod": changed,
+                "block_mask": mask,
+                "scale": call.scaling,
+                "enable_gqa": call.groups != 1,
+            }
+            output: Tensor
             if torch.compiler.is_compiling():
                 output = flex_attention(query, key, value, **options)
             else:

@@ -92,7 +92,7 @@ def _attend(call: Call, *, causal: bool = False) -> Tensor:
 def _suited(call: Call, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return keys and values in a shape that a fast kernel takes: values padded, or keys repeated for their heads.
 
-    For other shapes torch silently computes all scores. Only cuDNN takes values narrower than queries beside shared keys.
+    For other shapes torch silently computes all scores. Only cuDNN takes values narrower than queries with shared keys.
     """
     key, value, rest = call.key, call.value, call.query.shape[-1] - call.value.shape[-1]
     if not call.query.is_cuda:
@@ -114,8 +114,9 @@ def _suited(call: Call, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 def _takes(call: Call, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Return whether torch would choose a fast kernel."""
     shared = call.query.shape[1] != key.shape[1]
-    given = {"is_causal": mask is None, "scale": call.scaling, "enable_gqa": shared}
-    chosen = torch._fused_sdp_choice(call.query, key, value, mask, call.dropout, **given)
+    chosen = torch._fused_sdp_choice(
+        call.query, key, value, mask, call.dropout, is_causal=mask is None, scale=call.scaling, enable_gqa=shared
+    )
     return bool(chosen != SDPBackend.MATH.value)
 
 

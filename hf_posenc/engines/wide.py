@@ -42,6 +42,7 @@ class Wide(Engine):
     token_bias = True
     real = True
     value_sizes = True
+    few_kernels = True
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""

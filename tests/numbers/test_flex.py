@@ -137,7 +137,16 @@ def large(name):
 
 @pytest.mark.parametrize(
     ("name", "share"),  # of all blocks of keys, those that need to be kept at most
-    [("causal", 21 / 36), ("packed, aligned", 0.4), ("window, aligned", 15 / 36), ("prefill", 11 / 12), ("static", 0.5), ("window", 15 / 36), ("packed", 0.4), ("padded", 0.5)],
+    [
+        ("causal", 21 / 36),
+        ("packed, aligned", 0.4),
+        ("window, aligned", 15 / 36),
+        ("prefill", 11 / 12),
+        ("static", 0.5),
+        ("window", 15 / 36),
+        ("packed", 0.4),
+        ("padded", 0.5),
+    ],
 )
 def test_blocks_show_what_is_visible(name, share):
     positions = large(name)
@@ -209,7 +218,9 @@ def fault(change, **options):
 
 
 @pytest.mark.rows(default=5, slow=10)
-@pytest.mark.parametrize("options", [{}, {"capped": True, "dtype": torch.bfloat16}, {"aligned": True, "size": 24, "values": 16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"capped": True, "dtype": torch.bfloat16}, {"aligned": True, "size": 24, "values": 16}], ids=str
+)
 @pytest.mark.parametrize("change", selftest.FORMS)
 @pytest.mark.filterwarnings("error:FlexAttention on")
 def test_right_kernels_pass(change, options, dense, untried):
