@@ -332,11 +332,6 @@ class Flex(Engine):
                 mask = positions.once(("block mask", len(query)), lambda: block_mask(positions, len(query)))
             options: dict[str, Any] = {"score_mod": changed, "block_mask": mask, "scale": call.scaling}
             options["enable_gqa"] = call.groups != 1
-                "score_mod": changed,
-                "block_mask": mask,
-                "scale": call.scaling,
-                "enable_gqa": call.groups != 1,
-            }
             output: Tensor
             if torch.compiler.is_compiling():
                 output = flex_attention(query, key, value, **options)
