@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..core.attention_call import Call
 from ..core.forms import Content, Sides, Slopes, pieces
-from ..core.positions import DensePositions
 from .base import Engine
 from .flex import Flex
 from .sdpa import Sdpa
+from .token_sums import sums, why_no_sums
 
 WIDEST = 256
 """Largest X. With more dimensions `chunked` is faster."""
@@ -105,43 +105,21 @@ def _why_not_numbers(call: Call) -> str | None:
     numbers = [each for each in (call.log_gates, call.key_bias) if each is not None]
     if call.query.dtype.itemsize < 4 and torch.is_grad_enabled() and any(each.requires_grad for each in numbers):
         return f"gradients of gates and of biases of keys have too few digits in {call.query.dtype}"
-    if call.log_gates is None:
-        return None
-    if isinstance(call.positions, DensePositions) or call.positions.key_kept is not None:
-        return "a query may see tokens before some that it does not see, and forget gates count those it sees"
-    return None
+    return why_no_sums(call)
 
 
 def _sides_of_numbers(call: Call) -> Sides:
     """Return the two sides of forget gates and biases of keys.
 
-    The bias of gates is `G_i - G_j`, with sums `G` over tokens. They are counted from the last query, in float64, and
-    cut into pieces, the large ones first. Query heads that share a key read columns of their own.
+    They are cut into pieces, the large ones first. Query heads that share a key read columns of their own.
     """
     batch, heads, queries, _ = call.query.shape
-    groups, positions = call.groups, call.positions
-    own = None
-    if call.log_gates is None:
-        of_keys = call.key_bias
-    else:
-        assert not isinstance(positions, DensePositions)
-        gates = call.log_gates if positions.aligned else call.log_gates.masked_fill(~positions.key_valid[:, None], 0)
-        sums = gates.cumsum(-1, dtype=torch.float64)
-        if positions.aligned:
-            of_keys = sums[..., -1:] - sums
-        else:
-            slots = torch.searchsorted(positions.key_index.contiguous(), positions.query_index.contiguous(), right=True)
-            slots = (slots - 1).clamp(min=0)[:, None].expand(batch, heads, queries)
-            of_keys = sums.gather(-1, slots[..., -1:]) - sums
-        if not positions.aligned or call.key_bias is not None:
-            own = -of_keys.detach() if positions.aligned else -of_keys.detach().gather(-1, slots)
-        if call.key_bias is not None:
-            of_keys = of_keys + call.key_bias
-    assert of_keys is not None
+    groups = call.groups
+    own, of_keys = sums(call)
     keys = _cut(of_keys / call.scaling, call)
     if own is not None:
         of_query = _cut(own / call.scaling, call)
-    else:  # the tokens of the queries are those of the keys; without gates nothing is to be cancelled
+    else:  # without gates nothing is to be cancelled
         of_query = -keys.detach() if call.log_gates is not None else keys.new_zeros(batch, 1, 1, keys.shape[-1])
     count = keys.shape[-1]
 
@@ -149,7 +127,7 @@ def _sides_of_numbers(call: Call) -> Sides:
         made = torch.eye(groups, dtype=keys.dtype, device=keys.device).repeat(call.key.shape[1], 1)
         return made[:, None, None].expand(heads, 1, count, groups)
 
-    shared = positions.once(("one hot", heads, groups, count, keys.dtype), one_hot)
+    shared = call.positions.once(("one hot", heads, groups, count, keys.dtype), one_hot)
     shape = (batch, heads, queries, count)
     of_query = torch.cat([of_query.expand(shape)[..., None], shared.expand(*shape, groups)], -1).flatten(-2)
     by_key = keys.view(batch, -1, groups, *keys.shape[2:]).permute(0, 1, 3, 4, 2)  # (B, K, L, pieces, groups)
