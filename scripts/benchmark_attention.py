@@ -3,8 +3,7 @@
     python scripts/benchmark_attention.py                                     a table for this machine, some minutes
     python scripts/benchmark_attention.py --lengths 8192 --dtypes bfloat16 --schemes alibi --output results.json
     python scripts/benchmark_attention.py --phases decode --heads 32 --kv-heads 8
-    python scripts/benchmark_attention.py --whole-models                      GPT-2 and LLaMA, and BLOOM and MPT beside
-    python scripts/benchmark_attention.py --banding FOLDER --text book.txt    windows of exact ALiBi on a real model
+    python scripts/benchmark_attention.py --whole-models                      LLaMAs of four layers, eager and compiled
 
 Every ratio is to `scaled_dot_product_attention(is_causal=True)` of the same shape and dtype. Candidates take turns in one
 process, in alternating order; a ratio is the median over rounds of the ratio within a round, with the smallest and the
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import multiprocessing
 import platform
@@ -25,7 +25,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,25 +33,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hf_posenc
+from hf_posenc.checkpoints.files import replaced
 from hf_posenc.core.attention_call import Call
 from hf_posenc.core.dims import Dims
 from hf_posenc.core.forms import Bias, Slopes
+from hf_posenc.core.modules import WithoutPositions
 from hf_posenc.core.positions import Positions
 from hf_posenc.core.registry import scheme_class
-from hf_posenc.engines import banded, toeplitz
+from hf_posenc.engines import dispatch
 from hf_posenc.engines.dispatch import ENGINES, Engine
-from hf_posenc.model.patch_record import patch_of
 
-SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl")
+SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl", "t5", "kerple", "forgetting")
+# In whole models forget gates stand beside the base's rotation.
+WHOLE = {"forgetting": ["rope", "forgetting"]}
 PHASES = ("forward", "forward+backward", "decode")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048
-# Seconds that a timing takes at least.
-SHORTEST = 0.2
+# Seconds that a timing takes at least, by device.
+SHORTEST = {"cpu": 0.2, "cuda": 0.03}
 
 Run = Callable[[], Any]
 
@@ -83,6 +87,8 @@ def inputs(
 
 
 def module_of(scheme: str, heads: int, device: str) -> Any:
+    if scheme == "forgetting":  # its gates are those of tokens, see `candidates`
+        return WithoutPositions()
     module = scheme_class(scheme)().build(Dims(heads, heads, 64, 64 * heads, 1))
     module.reset_parameters()
     return module.to(device)
@@ -97,6 +103,9 @@ def candidates(
     repeats = heads // groups
     positions = Positions.causal(q.shape[2], length, device)
     call = Call(q, k, v, positions, scaling=scaling, module=module, form=module.form(q))
+    if scheme == "forgetting":
+        gates = -torch.rand(1, heads, length, device=device) / 10
+        call = replace(call, log_gates=gates.requires_grad_(phase == "forward+backward"))
 
     def run(engine: Engine) -> Run:
         # A module of its own: what one keeps between steps of generation the prompt of another would drop.
@@ -112,8 +121,12 @@ def candidates(
     }
     with torch.set_grad_enabled(phase == "forward+backward"):
         for engine in ENGINES:
-            if engine.why_not(call) is None and (engine.name != "reference" or q.shape[2] * length <= DENSE):
+            if engine.refusal(call) is None and (engine.name != "reference" or q.shape[2] * length <= DENSE):
                 found[engine.name] = run(engine)
+    found["auto"] = lambda: dispatch.attend(replace(call, form=module.form(q)))[0]
+    if device == "cuda":
+        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+            found[name] = by_kernel(found["plain"], backend)
     if q.shape[2] * length <= DENSE:
         found["naive"] = naive
         if isinstance(call.form, (Bias, Slopes)):
@@ -126,6 +139,16 @@ def candidates(
         return {name: _without_gradients(each) for name, each in found.items()}
     leaves = [q, k, v]
     return {name: _with_backward(each, leaves) for name, each in found.items()}
+
+
+def by_kernel(function: Run, backend: SDPBackend) -> Run:
+    """Return a call of `scaled_dot_product_attention` by one kernel."""
+
+    def call() -> Any:
+        with sdpa_kernel(backend):
+            return function()
+
+    return call
 
 
 def _without_gradients(function: Run) -> Run:
@@ -162,7 +185,7 @@ def measure(found: dict[str, Run], rounds: int, device: str) -> dict[str, dict[s
     for function in found.values():
         function()
     # Short calls several times in a row: one alone measures the clock and the threads that wake up.
-    calls = {name: max(1, min(100, int(SHORTEST / timed(found[name], device)))) for name in names}
+    calls = {name: max(1, min(100, int(SHORTEST[device] / timed(found[name], device)))) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -204,117 +227,99 @@ def peak_memory(arguments: tuple[Any, ...], name: str) -> float:
     return float(value)
 
 
-def whole_models(lengths: list[int], rounds: int, device: str) -> list[dict[str, Any]]:
-    """Return tokens per second of patched GPT-2 and LLaMA, as ratios of time to the stock model.
+def whole_models(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield milliseconds and memory of LLaMAs of four layers, as ratios to the stock model's, eager and compiled.
 
-    Beside GPT-2 stand the models of transformers that were built with ALiBi, of the same sizes.
+    On CUDA they have the shape of a model of 1B (32 heads of 64 over 8), in bfloat16; on a CPU a smaller one, in float32.
     """
     import transformers
 
-    def make(family: str, length: int) -> Any:
-        vocabulary = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0}
-        if family == "llama":
-            sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_hidden_layers": 4}
-            config = transformers.LlamaConfig(max_position_embeddings=length + 1, **sizes, **vocabulary)
-        elif family == "bloom":
-            config = transformers.BloomConfig(hidden_size=768, n_layer=4, n_head=12, **vocabulary)
-        elif family == "mpt":
-            config = transformers.MptConfig(d_model=768, n_layers=4, n_heads=12, max_seq_len=length + 1, **vocabulary)
-        else:
-            config = transformers.GPT2Config(n_layer=4, n_positions=length + 1, **vocabulary)
-        return transformers.AutoModelForCausalLM.from_config(config).to(device).eval()
-
-    def forward(model: Any, ids: Tensor) -> Run:
-        return _without_gradients(lambda: model(ids, use_cache=False))
-
-    def training(model: Any, ids: Tensor) -> Run:
-        return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
-
-    def decode(model: Any, ids: Tensor) -> Run:
-        with torch.no_grad():
-            cache = transformers.DynamicCache(config=model.config)
-            model(ids, past_key_values=cache)
-
-        def step() -> None:
-            model(ids[:, :1], past_key_values=cache)
-            cache.crop(-1)  # the token of this step
-
-        return _without_gradients(step)
-
-    rows = []
-    for family in ("gpt2", "llama"):
-        for length in lengths:
-            models = {"stock": make(family, length)}
-            models |= {scheme: hf_posenc.patch_model(make(family, length), scheme, seed=0) for scheme in SCHEMES}
-            if family == "gpt2":
-                models |= {other: make(other, length) for other in ("bloom", "mpt")}
-            ids = torch.randint(1024, (1, length), device=device)
-            for phase, start in (("forward", forward), ("forward+backward", training), ("decode", decode)):
-                found = {name: start(model, ids) for name, model in models.items()}
-                for name, row in measure(found, rounds, device).items():
-                    speed = (1 if phase == "decode" else length) / row["milliseconds"] * 1000
-                    key = {"model": family, "phase": phase, "length": length, "scheme": name}
-                    rows.append({**key, **row, "tokens_per_s": speed})
-    return rows
+    device, lengths = options.device, options.lengths
+    wide = device == "cuda"
+    width, heads, groups = (2048, 32, 8) if wide else (768, 12, 4)
+    config = transformers.LlamaConfig(
+        vocab_size=32000 if wide else 1024, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4,
+        num_attention_heads=heads, num_key_value_heads=groups, max_position_embeddings=max(lengths) + 64,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16 if wide else torch.float32)
+    for length in lengths:
+        ids = torch.randint(config.vocab_size, (1, length), device=device)
+        found: dict[tuple[str, str], dict[str, float]] = {}
+        for scheme in ("stock", *options.schemes):
+            if scheme != "stock":
+                hf_posenc.patch_model(model, WHOLE.get(scheme, scheme), seed=0).to(device)
+            for phase, call in phases(model, ids).items():
+                if phase == "compiled training" and (scheme not in options.compile or length != lengths[0]):
+                    continue
+                try:
+                    row: dict[str, Any] = single(call, options.rounds, device)
+                except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:
+                    row = {"failed": f"{type(error).__name__}: {error}"[:300]}
+                model.zero_grad(set_to_none=True)
+                found[scheme, phase] = row
+                stock = found.get(("stock", phase), {}).get("milliseconds")
+                if stock and "failed" not in row:
+                    row["ratio"] = row["milliseconds"] / stock
+                yield {"scheme": scheme, "phase": phase, "length": length, **row}
+            if scheme != "stock":
+                hf_posenc.unpatch_model(model)
 
 
-def banding(folder: str, text: str, length: int) -> list[dict[str, Any]]:
-    """Return, per layer and head of a model with ALiBi, the window that its own queries and keys allow.
+def phases(model: Any, ids: Tensor) -> dict[str, Run]:
+    """Return what is timed of a model: steps of training, a prompt, a token after it; and the first step compiled."""
+    from transformers import DynamicCache
 
-    Args:
-        folder: a checkpoint patched with alibi, or a stock one, which is patched here.
-        text: file.
-        length: tokens.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    def training() -> None:
+        model.train()(ids, labels=ids, use_cache=False).loss.backward()
 
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if patch_of(model) is None:
-        hf_posenc.patch_model(model, "alibi")
-    ids = AutoTokenizer.from_pretrained(folder)(Path(text).read_text(encoding="utf-8"), return_tensors="pt").input_ids
-    if ids.shape[1] < length:
-        raise SystemExit(f"{text} has {ids.shape[1]} tokens, fewer than {length}")
-    rows, attend = [], banded.attend
+    # Eight documents in a row, as collators without padding make them.
+    places = torch.arange(ids.shape[1], device=ids.device)[None] % max(1, ids.shape[1] // 8)
 
-    def watched(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, scaling: float, **options: Any) -> Tensor:
-        needed = banded.windows(query, key, slopes, scaling, toeplitz.ROWS)
-        pieces = banded.plan(needed, length, length, toeplitz.ROWS)
-        for head, slope in enumerate(slopes.tolist()):
-            kept = sum((end - i) * (end - j) for i, end, h, h_end, j in pieces if h <= head < h_end)
-            whole = sum((end - i) * (end - j) for i, end, _, _, j in toeplitz.whole(length, 1))
-            reach = needed[head].clamp(max=length)
-            # The bound that the window follows from: the largest own-to-others gap of scores in a block of queries.
-            gap = (needed[head] * slope).median().item()
-            rows.append(
-                {
-                    "layer": len(rows) // len(slopes),
-                    "head": head,
-                    "slope": slope,
-                    "gap": gap,
-                    "median_window": reach.median().item(),
-                    "largest_window": reach.max().item(),
-                    "computed": kept / whole,
-                }
-            )
-        return attend(query, key, value, slopes, scaling=scaling, **options)
+    def packed_training() -> None:
+        model.train()(ids, labels=ids, position_ids=places, use_cache=False).loss.backward()
 
-    banded.attend = watched
-    try:
-        with torch.no_grad():
-            model(ids[:, :length], use_cache=False)
-    finally:
-        banded.attend = attend
-    if not rows:
-        raise SystemExit(
-            f"no call of {length} tokens goes to the banded engine: {hf_posenc.which_engine(model, length)}"
-        )
-    return rows
+    @torch.no_grad()
+    def prompt() -> None:
+        model.eval()(ids, use_cache=False, logits_to_keep=1)
+
+    kept: list[Any] = []
+
+    @torch.no_grad()
+    def token() -> None:
+        if not kept:
+            kept.append(DynamicCache(config=model.config))
+            model.eval()(ids, past_key_values=kept[0], logits_to_keep=1)
+        model(ids[:, :1], past_key_values=kept[0])
+        kept[0].crop(-1)
+
+    compiled: list[Any] = []
+
+    def compiled_training() -> None:
+        if not compiled:
+            compiled.append(torch.compile(model.train()))
+        compiled[0](ids, labels=ids, use_cache=False).loss.backward()
+
+    eager = {"training": training, "packed training": packed_training, "prompt": prompt, "token": token}
+    return {**eager, "compiled training": compiled_training}
+
+
+def single(function: Run, rounds: int, device: str) -> dict[str, float]:
+    """Return the first call's seconds, the median milliseconds of others, and GiB above what is held (CUDA)."""
+    first = timed(function, device)
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    milliseconds = 1000 * statistics.median(timed(function, device, 3) for _ in range(rounds))
+    row = {"milliseconds": milliseconds, "first_s": first}
+    if device == "cuda":
+        row["gibibytes"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return row
 
 
 def main() -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES)
+    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES[:4])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -324,73 +329,50 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--memory", action="store_true", help="also peak memory, one process per candidate")
-    parser.add_argument("--whole-models", action="store_true", help="GPT-2 and LLaMA of four layers instead")
-    parser.add_argument("--banding", metavar="FOLDER", help="windows of exact ALiBi on this model and --text instead")
-    parser.add_argument("--text", help="file, for --banding")
+    parser.add_argument("--whole-models", action="store_true", help="LLaMAs of four layers instead")
+    parser.add_argument("--compile", nargs="+", default=[], help="of --whole-models, also compiled, e.g. stock alibi")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
 
+    about = {
+        "arguments": sys.argv[1:],
+        "machine": processor(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "hf_posenc": hf_posenc.__version__,
+        "heads": options.heads,
+        "kv_heads": options.kv_heads or options.heads,
+        "rounds": options.rounds,
+    }
     rows: list[dict[str, Any]] = []
-    if options.banding:
-        for length in options.lengths:
-            for row in banding(options.banding, options.text, length):
-                rows.append({"length": length, **row})
-                print(
-                    f"{length:6} layer {row['layer']:2} head {row['head']:2} slope {row['slope']:.4f}  gap {row['gap']:6.1f}  "
-                    f"window {row['median_window']:7.0f}, largest {row['largest_window']:7.0f}  computed {row['computed']:.2f}"
-                )
-    elif options.whole_models:
-        rows = whole_models(options.lengths, options.rounds, options.device)
-        for row in rows:
-            print(
-                f"{row['model']:6} {row['phase']:17} {row['length']:6} {row['scheme']:15} {row['ratio']:6.2f} "
-                f"{row['tokens_per_s']:9.0f} tokens/s"
-            )
-    else:
-        print(
-            f"{'scheme':15}{'phase':18}{'dtype':10}{'length':>7}  {'candidate':10}{'ratio':>7} {'range':>13} {'ms':>9}  MiB"
-        )
-        for dtype in options.dtypes:
-            for length in options.lengths:
-                for phase in options.phases:
-                    for scheme in options.schemes:
-                        groups = options.kv_heads or options.heads
-                        shape = (scheme, phase, length, options.heads, groups, getattr(torch, dtype), options.device)
-                        found = candidates(*shape)
-                        if options.candidates:
-                            found = {n: each for n, each in found.items() if n in ("plain", *options.candidates)}
-                        for name, row in measure(found, options.rounds, options.device).items():
-                            if options.memory:
-                                row["mebibytes"] = peak_memory(shape, name)
-                            key = {
-                                "scheme": scheme,
-                                "phase": phase,
-                                "dtype": dtype,
-                                "length": length,
-                                "candidate": name,
-                            }
-                            rows.append({**key, **row})
-                            spread = f"{row['smallest']:.2f}..{row['largest']:.2f}"
-                            print(
-                                f"{scheme:15}{phase:18}{dtype:10}{length:7}  {name:10}{row['ratio']:7.2f} {spread:>13} "
-                                f"{row['milliseconds']:9.2f}  "
-                                + (f"{row['mebibytes']:.0f}" if options.memory else "-"),
-                                flush=True,
-                            )
-    if options.output:
-        about = {
-            "arguments": sys.argv[1:],
-            "machine": processor(),
-            "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-            "torch": torch.__version__,
-            "hf_posenc": hf_posenc.__version__,
-            "heads": options.heads,
-            "kv_heads": options.kv_heads or options.heads,
-            "rounds": options.rounds,
-        }
-        options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        print(f"written to {options.output}")
+    for row in whole_models(options) if options.whole_models else calls_of_attention(options):
+        rows.append(row)
+        print("  ".join(f"{name} {shown(value)}" for name, value in row.items()), flush=True)
+        if options.output:  # after each row, so that what an interrupted run has measured is there
+            with replaced(options.output) as path:
+                path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is printed."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def calls_of_attention(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the ratios of the candidates for each dtype, length, phase and scheme."""
+    groups = options.kv_heads or options.heads
+    for dtype, length, phase, scheme in itertools.product(
+        options.dtypes, options.lengths, options.phases, options.schemes
+    ):
+        shape = (scheme, phase, length, options.heads, groups, getattr(torch, dtype), options.device)
+        found = candidates(*shape)
+        if options.candidates:
+            found = {n: each for n, each in found.items() if n in ("plain", *options.candidates)}
+        for name, row in measure(found, options.rounds, options.device).items():
+            if options.memory:
+                row["mebibytes"] = peak_memory(shape, name)
+            yield {"scheme": scheme, "phase": phase, "dtype": dtype, "length": length, "candidate": name, **row}
 
 
 if __name__ == "__main__":

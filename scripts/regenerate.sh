@@ -7,4 +7,4 @@ source scripts/setup_env.sh
 setup_env dev
 "$ENV_PYTHON" scripts/make_tables.py
 "$ENV_PYTHON" scripts/plot_schemes.py docs/images
-"$ENV_PYTHON" scripts/run_notebooks.py
+"$ENV_PYTHON" scripts/run_docs.py docs/notebooks/*.ipynb

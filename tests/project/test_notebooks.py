@@ -50,7 +50,7 @@ def test_it_is_kept_with_what_it_shows(path):
     assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
-RUN = "run python scripts/run_notebooks.py"
+RUN = "run python scripts/run_docs.py"
 
 
 @each_notebook
@@ -62,8 +62,8 @@ def test_its_links_lead_to_files(path):
 
 
 @pytest.fixture(scope="module")
-def run_notebooks():
-    specification = importlib.util.spec_from_file_location("run_notebooks", ROOT / "scripts" / "run_notebooks.py")
+def run_docs():
+    specification = importlib.util.spec_from_file_location("run_docs", ROOT / "scripts" / "run_docs.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
@@ -75,8 +75,8 @@ def kinds(cell):
 
 @pytest.mark.slow
 @each_notebook
-def test_it_runs(path, run_notebooks):
+def test_it_runs(path, run_docs):
     """Where a reader's Jupyter would start it, with the package of this checkout; each cell shows as much as is kept."""
-    done = run_notebooks.executed(path)
+    done = run_docs.executed(path)
     kept = json.loads(path.read_text(encoding="utf-8"))
     assert [kinds(cell) for cell in done.cells] == [kinds(cell) for cell in kept["cells"]]

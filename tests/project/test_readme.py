@@ -38,7 +38,7 @@ def test_python_runs_as_pasted(page, script, tiny_checkpoints, monkeypatch):
     Checkpoints of the Hub are stood for by tiny ones of the same model types, in folders of their names. A block of text
     below one of Python is what that prints, but for its digits, which another processor rounds differently.
     """
-    run_pages = script("run_pages")
+    run_docs = script("run_docs")
     monkeypatch.chdir(tiny_checkpoints)
     smollm = Path(shutil.copytree("llama", "HuggingFaceTB/SmolLM2-135M")) / "config.json"
     smollm.write_text(json.dumps(json.loads(smollm.read_text()) | {"max_position_embeddings": 8192}))
@@ -47,12 +47,12 @@ def test_python_runs_as_pasted(page, script, tiny_checkpoints, monkeypatch):
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))  # a page may register schemes and families
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     names = {"__name__": "__main__"}
-    for number, block in enumerate(run_pages.BLOCK.finditer(page.read_text(encoding="utf-8"))):
+    for number, block in enumerate(run_docs.BLOCK.finditer(page.read_text(encoding="utf-8"))):
         if "Trainer(" in block["code"]:
             continue
-        printed = run_pages.printed(block["code"], f"{page.name}, block {number}", names)
+        printed = run_docs.printed(block["code"], f"{page.name}, block {number}", names)
         if block["shown"] is not None:
-            assert without_digits(printed) == without_digits(block["shown"]), f"run python scripts/run_pages.py {page}"
+            assert without_digits(printed) == without_digits(block["shown"]), f"run python scripts/run_docs.py {page}"
 
 
 def without_digits(text):
