@@ -224,10 +224,9 @@ class Slopes(Form):
         return self.slopes if self.windows is None else None
 
     def width(self, call: Call) -> int | None:
-        """Return X, see `Form.width`. Windows of heads are no product; 16 bits are too few for gradients of slopes."""
+        """Return X, see `Form.width`. Windows of heads are no product, and 16 bits cut whole positions only."""
         narrow = call.query.dtype.itemsize < 4
-        learns = self.slopes.requires_grad and torch.is_grad_enabled()
-        if self.windows is not None or (narrow and (learns or call.positions.real)):
+        if self.windows is not None or (narrow and call.positions.real):
             return None
         return 7 if narrow else 4
 

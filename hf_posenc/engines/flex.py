@@ -3,8 +3,6 @@
 A score `s` at distance `d` is changed in one of five ways. The function does not depend on sizes, so a scheme compiles
 to one kernel per dtype and phase (with gradients or without), not one per call:
 
-Forget gates and biases of keys (`token_sums`) are added to any of them.
-
 - kept: `s`. Attention without positions, or over wider heads (`wide`), with masks of some shape.
 - sloped: `s - m_h d` (ALiBi). Nothing is looked up.
 - added: `s + b_h(d)` (T5, KERPLE, slopes that are trained), and rescaled: `f_h(d) s` (DA-Transformer). The table
@@ -50,7 +48,6 @@ from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Slopes, f
 from ..core.positions import DensePositions, Positions
 from . import selftest
 from .base import Engine, why_not_near_keys
-from .token_sums import sums, why_no_sums
 
 BLOCK = 128
 """Queries and keys per block."""
@@ -167,25 +164,9 @@ def score_mod(call: Call) -> ScoreMod | None:
     def labelled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return capped(score + numbers[b, h, i, distance(b, i, j)], h)
 
-    if change == "kept" and caps is None and not call.has_token_bias:
+    if change == "kept" and caps is None:
         return None
-    changed = {"kept": kept, "sloped": sloped, "added": added, "rescaled": rescaled, "labelled": labelled}[change]
-    if not call.has_token_bias:
-        return changed
-    own, others = sums(call)
-    of_key = others.float().contiguous()
-
-    def with_key_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return changed(score, b, h, i, j) + of_key[b, h, j]
-
-    if call.log_gates is None:
-        return with_key_bias
-    of_query = -of_key.detach() if own is None else own.float().contiguous()
-
-    def with_gates(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return changed(score, b, h, i, j) + (of_query[b, h, i] + of_key[b, h, j])
-
-    return with_gates
+    return {"kept": kept, "sloped": sloped, "added": added, "rescaled": rescaled, "labelled": labelled}[change]
 
 
 # --------------------------------------------------------------------------------------------------------- the masks
@@ -284,7 +265,6 @@ class Flex(Engine):
 
     name = "flex"
     traced = True
-    token_bias = True
     value_sizes = True
     forms = tuple(CHANGES)
     wrong_form = "the scheme is neither a table of distances nor vectors of clipped distances for keys"
@@ -311,12 +291,9 @@ class Flex(Engine):
             return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
         if (reason := self.why_not_form(call)) is not None:
             return reason
-        if call.has_token_bias and (reason := why_no_sums(call)) is not None:
-            return reason
         if call.form.value_table is not None:
             return "it has no vectors for values: they need the attention weights, which the kernel does not return"
-        learns = call.has_token_bias or operand(call).requires_grad
-        if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and learns:
+        if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and operand(call).requires_grad:
             return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
         return None
 
@@ -330,7 +307,6 @@ class Flex(Engine):
             grouped=call.groups > 1,
             capped=call.softcap is not None,
             aligned=call.positions.aligned,
-            tokens=0 if not call.has_token_bias else 1 if call.log_gates is None else 2,
             gradients=torch.is_grad_enabled(),
             device=call.query.device,
         )

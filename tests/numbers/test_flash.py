@@ -176,13 +176,7 @@ def test_what_flash_attention_cannot_compute_is_refused(kernel):
         on_flash("gemma2", [TransformerXL()])(ids)
     with pytest.raises(ValueError, match="heads of at most 256"):
         on_flash("llama", [TransformerXL(frequencies=125)])(ids)
-    trained = on_flash("llama", [Alibi(trainable=True)]).bfloat16()
-    with pytest.raises(ValueError, match="not in this dtype with gradients"):
-        trained(ids)
     assert kernel == []
-    with torch.no_grad():
-        trained(ids)
-    assert len(kernel) == 2
 
 
 def test_it_is_described_verified_and_undone(kernel):
