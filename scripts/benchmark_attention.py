@@ -101,7 +101,7 @@ def candidates(
     q, k, v = inputs(phase, length, heads, groups, dtype, device)
     module, scaling = module_of(scheme, heads, device), 64**-0.5
     repeats = heads // groups
-    positions = Positions.causal(q.shape[2], length, device)
+    positions = replace(Positions.causal(q.shape[2], length, device), memo={})  # which all layers of a model share
     call = Call(q, k, v, positions, scaling=scaling, module=module, form=module.form(q))
     if scheme == "forgetting":
         gates = -torch.rand(1, heads, length, device=device) / 10

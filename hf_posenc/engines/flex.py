@@ -299,18 +299,7 @@ class Flex(Engine):
 
     def distrust(self, call: Call) -> str | None:
         """Return the fault that the self-test found on this device, or None if the device passed."""
-        kind = selftest.Kind(
-            change=change_of(call.form),
-            dtype=call.query.dtype,
-            size=call.query.shape[3],
-            values=call.value.shape[3],
-            grouped=call.groups > 1,
-            capped=call.softcap is not None,
-            aligned=call.positions.aligned,
-            gradients=torch.is_grad_enabled(),
-            device=call.query.device,
-        )
-        return selftest.fault(kind, self.attend)
+        return selftest.fault(_kind(call), _attend)
 
     def is_better(self, call: Call) -> bool:
         """Return whether `auto` prefers the engine for a call that other kernels compute with a mask."""
@@ -323,19 +312,40 @@ class Flex(Engine):
 
     def attend(self, call: Call) -> tuple[Tensor, None]:
         """Compute a call, see `Engine.attend`. Rows that see no key are 0."""
-        query, positions = call.query, call.positions
-        assert isinstance(positions, Positions)
-        with torch.autocast(query.device.type, enabled=False):
-            key, value = call.key.to(query.dtype), call.value.to(query.dtype)  # under autocast they may differ
-            changed = score_mod(call)
-            with torch.no_grad():
-                mask = positions.once(("block mask", len(query)), lambda: block_mask(positions, len(query)))
-            options: dict[str, Any] = {"score_mod": changed, "block_mask": mask, "scale": call.scaling}
-            options["enable_gqa"] = call.groups != 1
-            output: Tensor
-            if torch.compiler.is_compiling():
-                output = flex_attention(query, key, value, **options)
-            else:
-                with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                    output = compiled()(query, key, value, **options)
-        return output.transpose(1, 2), None
+        if torch.compiler.is_compiling():
+            return _attend(call, selftest.OPTIONS[change_of(call.form) in selftest.LOOKED_UP][0])
+        return _attend(call, selftest.options(_kind(call)))
+
+
+def _kind(call: Call) -> selftest.Kind:
+    return selftest.Kind(
+        change=change_of(call.form),
+        dtype=call.query.dtype,
+        size=call.query.shape[3],
+        values=call.value.shape[3],
+        grouped=call.groups > 1,
+        capped=call.softcap is not None,
+        aligned=call.positions.aligned,
+        gradients=torch.is_grad_enabled(),
+        device=call.query.device,
+    )
+
+
+def _attend(call: Call, kernel_options: Mapping[str, Any]) -> tuple[Tensor, None]:
+    query, positions = call.query, call.positions
+    assert isinstance(positions, Positions)
+    with torch.autocast(query.device.type, enabled=False):
+        key, value = call.key.to(query.dtype), call.value.to(query.dtype)  # under autocast they may differ
+        changed = score_mod(call)
+        with torch.no_grad():
+            mask = positions.once(("block mask", len(query)), lambda: block_mask(positions, len(query)))
+        options: dict[str, Any] = {"score_mod": changed, "block_mask": mask, "scale": call.scaling}
+        options["kernel_options"] = dict(kernel_options) or None
+        options["enable_gqa"] = call.groups != 1
+        output: Tensor
+        if torch.compiler.is_compiling():
+            output = flex_attention(query, key, value, **options)
+        else:
+            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+                output = compiled()(query, key, value, **options)
+    return output.transpose(1, 2), None

@@ -81,11 +81,29 @@ class Kind:
     device: torch.device
 
 
-Attend = Callable[[Call], tuple[Tensor, Tensor | None]]
-"""A call -> its output (B, Q, H, V), and its weights or None."""
+Attend = Callable[[Call, Mapping[str, Any]], tuple[Tensor, Tensor | None]]
+"""A call, and options of kernels -> its output (B, Q, H, V), and its weights or None."""
 
-FOUND: dict[Kind, str | None] = {}
-"""What the process has tried -> the fault that was found, or None."""
+SMALL = {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1}
+"""Options for kernels that do not fit the device's shared memory."""
+
+OPTIONS: Mapping[bool, tuple[Mapping[str, Any], ...]] = {
+    False: ({}, SMALL),
+    True: ({"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2}, SMALL),
+}
+"""Whether scores look numbers up -> options of kernels, tried in turn. Triton keeps tiles of tables in shared memory."""
+
+LOOKED_UP = ("added", "rescaled", "labelled")
+"""Changes of scores that look numbers up for each pair."""
+
+FOUND: dict[Kind, int | str] = {}
+"""What the process has tried -> the number of the options that passed, or the fault that was found."""
+
+
+def options(kind: Kind) -> Mapping[str, Any]:
+    """Return the options with which a kind passed; the first ones if it was not tried."""
+    number, choices = FOUND.get(kind), OPTIONS[kind.change in LOOKED_UP]
+    return choices[number if isinstance(number, int) else 0]
 
 
 def fault(kind: Kind, attend: Attend) -> str | None:
@@ -93,7 +111,7 @@ def fault(kind: Kind, attend: Attend) -> str | None:
 
     Args:
         kind: kind of the call.
-        attend: the engine's `attend`.
+        attend: computes a call.
     """
     if kind not in FOUND:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -102,24 +120,30 @@ def fault(kind: Kind, attend: Attend) -> str | None:
             "FlexAttention compiles kernels for %s scores, %s and heads of %d on %s, once: 10 to 40 seconds",
             *(kind.change, kind.dtype, kind.size, kind.device),
         )
-        if (line := _line(kind)) in _passed():
-            FOUND[kind] = None
-            return None
-        with ThreadPoolExecutor(1) as thread:
-            FOUND[kind] = finding = thread.submit(_compare, kind, attend).result()
-        if finding is None and line:
-            _keep(line)
+        kept = _passed()
+        for number in range(2):
+            FOUND[kind] = number
+            if (line := f"{_line(kind)} {number}") in kept:
+                return None
+            with ThreadPoolExecutor(1) as thread:
+                finding = thread.submit(_compare, kind, attend).result()
+            if finding is None:
+                if kind.device.type == "cuda":
+                    _keep(line)
+                break
+            FOUND[kind] = finding
         if finding is not None:
             warnings.warn(
                 f"FlexAttention on {kind.device} {finding}, with {kind.change} scores, {kind.dtype} and heads of "
                 f"{kind.size}. Another engine computes such calls, exactly but slower; which_engine(...) names it.",
                 stacklevel=3,
             )
-    return FOUND[kind]
+    found = FOUND[kind]
+    return found if isinstance(found, str) else None
 
 
 def _line(kind: Kind) -> str:
-    """Return the line of the file for a kind: what its kernels depend on. Empty for devices other than CUDA."""
+    """Return the line of the file for a kind, without the number of its options: what its kernels depend on."""
     if kind.device.type != "cuda":
         return ""
     return f"{torch.cuda.get_device_name(kind.device)} torch {torch.__version__} hf_posenc {VERSION} {kind}"
@@ -145,7 +169,7 @@ def _compare(kind: Kind, attend: Attend) -> str | None:
     try:
         if kind.device.type == "cuda":
             torch.cuda.set_device(kind.device)  # each thread has its own current device
-        found = _results(kind, attend)
+        found = _results(kind, lambda call: attend(call, options(kind)))
     except Exception as error:  # whatever compilers, drivers and devices may come up with
         return f"failed its self-test ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
     wanted = _results(kind, reference.attend, torch.float64)
@@ -156,7 +180,9 @@ def _compare(kind: Kind, attend: Attend) -> str | None:
     return None
 
 
-def _results(kind: Kind, attend: Attend, dtype: torch.dtype | None = None) -> list[Tensor]:
+def _results(
+    kind: Kind, attend: Callable[[Call], tuple[Tensor, Tensor | None]], dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Return the example's output, and its gradients if the kind takes any. The example is the same every time.
 
     Args:

@@ -211,7 +211,7 @@ def fault(change, **options):
     given = {"dtype": torch.float32, "size": 16, "grouped": True, "capped": False, "gradients": True}
     given |= {"values": options.get("size", 16), "aligned": False}
     kind = selftest.Kind(change, **(given | {"device": torch.device("cpu")} | options))
-    return selftest.fault(kind, find_engine("flex").attend)
+    return selftest.fault(kind, flex._attend)
 
 
 @pytest.mark.rows(default=5, slow=10)
