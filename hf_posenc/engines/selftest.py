@@ -91,7 +91,7 @@ OPTIONS: Mapping[bool, tuple[Mapping[str, Any], ...]] = {
     False: ({}, SMALL),
     True: ({"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2}, SMALL),
 }
-"""Whether scores look numbers up -> options of kernels, tried in turn. Triton keeps tiles of tables in shared memory."""
+"""Whether scores look numbers up -> options of kernels, tried in turn. Triton keeps such tiles in shared memory."""
 
 LOOKED_UP = ("added", "rescaled", "labelled")
 """Changes of scores that look numbers up for each pair."""

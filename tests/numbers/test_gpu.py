@@ -28,16 +28,16 @@ LONG, SHORT, FLOAT32, BFLOAT16 = 96 if SMALL else 1100, 64 if SMALL else 500, to
 
 FORGETTING = ["rope", "forgetting"]
 ROWS = [
-    ("alibi", {}, LONG, FLOAT32),
     ("alibi", {}, LONG, BFLOAT16),
-    ("transformer_xl", {}, LONG, FLOAT32),
     ("transformer_xl", {}, LONG, BFLOAT16),
-    (FORGETTING, {}, LONG, FLOAT32),
-    (FORGETTING, {}, LONG, BFLOAT16),
-    ("t5", {"share_layers": False}, LONG, FLOAT32),
     ("t5", {"share_layers": False}, LONG, BFLOAT16),
-    ("alibi", {"trainable": True}, LONG, BFLOAT16),
     ("nope", {"window": 256}, LONG, BFLOAT16),
+    ("alibi", {}, SHORT, FLOAT32),
+    ("transformer_xl", {}, SHORT, FLOAT32),
+    (FORGETTING, {}, SHORT, FLOAT32),
+    (FORGETTING, {}, SHORT, BFLOAT16),
+    ("alibi", {"trainable": True}, SHORT, BFLOAT16),
+    ("t5", {}, SHORT, FLOAT32),
     ("kerple", {}, SHORT, FLOAT32),
     ("shaw", {}, SHORT, FLOAT32),
     ("da_transformer", {}, SHORT, FLOAT32),
