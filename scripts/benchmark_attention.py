@@ -52,6 +52,7 @@ SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl", "t5", "kerple", 
 # In whole models forget gates stand beside the base's rotation.
 WHOLE = {"forgetting": ["rope", "forgetting"]}
 PHASES = ("forward", "forward+backward", "decode")
+OF_MODELS = ("training", "packed training", "prompt", "token", "compiled training")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048
 # Seconds that a timing takes at least, by device.
@@ -249,7 +250,10 @@ def whole_models(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if scheme != "stock":
                 hf_posenc.patch_model(model, WHOLE.get(scheme, scheme), seed=0).to(device)
             for phase, call in phases(model, ids).items():
-                if phase == "compiled training" and (scheme not in options.compile or length != lengths[0]):
+                is_compiled = phase == "compiled training"
+                if phase not in options.phases or (
+                    is_compiled and (scheme not in options.compile or length != lengths[0])
+                ):
                     continue
                 try:
                     row: dict[str, Any] = single(call, options.rounds, device)
@@ -320,7 +324,12 @@ def main() -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=SCHEMES[:4])
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument(
+        "--phases",
+        nargs="+",
+        choices=PHASES + OF_MODELS,
+        help="by default all, those from training on for --whole-models",
+    )
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--heads", type=int, default=12)
@@ -333,6 +342,7 @@ def main() -> None:
     parser.add_argument("--compile", nargs="+", default=[], help="of --whole-models, also compiled, e.g. stock alibi")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
+    options.phases = options.phases or (OF_MODELS if options.whole_models else PHASES)
 
     about = {
         "arguments": sys.argv[1:],
