@@ -369,7 +369,7 @@ class RelativeKeys(Form):
     def coefficients(self, distances: Tensor) -> Tensor:
         """Return `r_d`, with `v . r_d` appended, see `Form.coefficients`."""
         vectors = self.rows(distances)
-        return torch.cat([vectors, vectors @ self.position_bias[..., None]], -1)
+        return torch.cat([vectors, vectors @ self.position_bias.to(vectors)[..., None]], -1)
 
     def with_table(self, count: int) -> RelativeKeys:
         """Return the form with `r` of the first distances computed, see `Form.with_table`."""
@@ -390,7 +390,7 @@ class RelativeKeys(Form):
         assert self.waves is not None
         made, positions = self.waves, call.positions
         dtype, wide = call.query.dtype, compute_dtype(call.query)
-        u, v = (bias.to(wide)[:, None] for bias in (self.content_bias, self.position_bias))
+        u, v = self.content_bias[:, None], self.position_bias.to(wide)[:, None]
         if call.ratio != 1:
             u, v = call.ratio * u, call.ratio * v
 
@@ -402,15 +402,14 @@ class RelativeKeys(Form):
             sin, cos = i.chunk(2, -1)
             # In 16 bits the rest of the key side has columns of its own: half the error.
             j = torch.cat(pieces(j, dtype, 2), -1) if dtype.itemsize < 4 else j.to(dtype)
-            return torch.cat([sin, sin], -1), torch.cat([cos, cos], -1), j
+            return torch.cat([sin, sin], -1), torch.cat([-cos, cos], -1), j
 
         sin, cos, of_key = positions.once((made.name, dtype), columns)
-        sine, cosine = made.projection.to(wide).chunk(2, -1)
-        both = (call.query + v) @ torch.cat([cosine, sine, -sine, cosine], -1)
-        by_sine, by_cosine = both.chunk(2, -1)
-        of_query = torch.addcmul(by_sine * sin, by_cosine, cos).to(dtype)
-        query = (call.query + u).to(dtype)
-        return Sides(query, torch.cat([of_query] * (of_key.shape[-1] // of_query.shape[-1]), -1), of_key)
+        projected = (call.query + v) @ made.projection.to(wide)
+        turned = projected.roll(projected.shape[-1] // 2, -1)  # sines and cosines change places
+        of_query = torch.addcmul(projected * cos, turned, sin).to(dtype)
+        copies = of_key.shape[-1] // of_query.shape[-1]
+        return Sides((call.query + u).to(dtype), of_query if copies == 1 else of_query.repeat(1, 1, 1, copies), of_key)
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores, see `Form.scores`."""

@@ -29,8 +29,8 @@ ROWS = 7
 ALIGNED_ROWS, PLAIN_ROWS = ROWS + 1, ROWS + 2
 """Rows of channels with the tag twice or three times: their shape tells what `Positions` says, to a compiler too."""
 
-MEMO = "posenc_memo"
-"""Attribute of a channel: what layers of this forward pass have computed of its positions alone, `Positions.memo`."""
+MADE = "posenc_positions"
+"""Attribute of a channel: the positions that were read from it, for all layers of this forward pass."""
 
 TAG = int.from_bytes(b"PosE", "big")
 """Number in the last row of a channel. It marks the tensor as ours."""
@@ -583,13 +583,12 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
         if is_compact(mask) and mask.shape[-1] == query_length + key_length:
             if torch.compiler.is_compiling():
                 return unpack(mask, query_length)
-            memo = getattr(mask, MEMO, None)
-            if memo is None:
-                setattr(mask, MEMO, memo := {})
-            key = ("positions", query_length)
-            if key not in memo:  # of a copy: views of the channel would keep themselves alive
-                memo[key] = unpack(mask.clone(), query_length)
-            return replace(memo[key], memo=memo)
+            made: Positions | None = getattr(mask, MADE, None)
+            if made is None or made.query_index.shape[-1] != query_length:
+                # Of a copy: views of the channel would keep it alive, and it them.
+                made = replace(unpack(mask.clone(), query_length), memo={})
+                setattr(mask, MADE, made)
+            return made
         if mask.shape[-2:] == (query_length + 1, key_length + 1):
             pairs = mask[:, :, :-1, :-1]
             return DensePositions(pairs >> 1, (pairs & 1).bool(), mask[:, 0, :-1, -1])

@@ -123,8 +123,15 @@ def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Ten
     # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
     if form.waves is not None and call.has_key_positions:
         sides = form.sides(replace(call, query=query.to(hidden.dtype)))
-        inside = (sides.query_features @ sides.key_features.mT) * call.scaling
-        return Terms(sides.query.to(query.dtype), hidden, inside)
+        of_query, of_key = sides.query_features.flatten(1, 2), sides.key_features[:, 0].mT
+        added = torch.baddbmm(
+            (hidden if call.softcap is None else torch.zeros_like(hidden)).expand(*query.shape[:3], -1).flatten(1, 2),
+            of_query,
+            of_key.expand(len(of_query), -1, -1),
+            alpha=call.scaling,
+        ).view(*query.shape[:3], -1)
+        query = sides.query.to(query.dtype)
+        return Terms(query, added) if call.softcap is None else Terms(query, hidden, added)
     r, u, v = (each.to(query.dtype) for each in (form.table(_count(distance)), form.content_bias, form.position_bias))
     by_distance = ((query + ratio * v[:, None]) @ r.mT).to(hidden.dtype) * call.scaling
     at = _labels(distance, by_distance)
@@ -178,13 +185,18 @@ def _by_kernel(terms: Terms, call: Call, key: Tensor, value: Tensor) -> Tensor:
 def _by_products(terms: Terms, call: Call, key: Tensor, value: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, Q, V) and the weights (B, H, Q, L)."""
     wide = torch.promote_types(key.dtype, torch.float32)
-    scores = _products(terms.query, key).to(wide).mul_(call.scaling)
-    if terms.inside is not None:
-        scores += terms.inside
-    scores = call.cap(scores)
-    if terms.factors is not None:
-        scores = call.form.content(scores) * terms.factors
-    weights = call.softmax(scores + terms.outside)
+    scores = _products(terms.query, key)
+    if terms.inside is None and terms.factors is None and call.softcap is None:
+        scores = torch.add(terms.outside, scores, alpha=call.scaling)
+    else:
+        scores = scores.to(wide).mul_(call.scaling)
+        if terms.inside is not None:
+            scores += terms.inside
+        scores = call.cap(scores)
+        if terms.factors is not None:
+            scores = call.form.content(scores) * terms.factors
+        scores += terms.outside
+    weights = call.softmax(scores)
     weights = torch.nn.functional.dropout(weights, call.dropout, training=call.dropout > 0)
     output = _stacked(weights.to(value.dtype), value) @ value
     output = output.reshape(*terms.query.shape[:3], value.shape[-1])

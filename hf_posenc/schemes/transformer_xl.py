@@ -116,7 +116,7 @@ class RelativeSinusoids(ScoreModule):
             return waves(distances, frequencies(), dtype) @ projection.to(dtype).mT
 
         made = Waves(projection, frequencies, (self.scheme.frequencies, self.scheme.longest))
-        return RelativeKeys(rows, self.content_bias.to(dtype), self.position_bias.to(dtype), made)
+        return RelativeKeys(rows, self.content_bias, self.position_bias, made)
 
     def linear_vectors(self, distances: Tensor, like: Tensor) -> LinearVectors:
         """Return `W` and `v`; the features of a distance are its sinusoids, see `ScoreModule.linear_vectors`."""
