@@ -97,9 +97,14 @@ class Engine:
         raise NotImplementedError(type(self).__name__)
 
 
-def why_not_in_blocks(call: Call) -> str | None:
-    """Return why a call cannot be computed block by block, without the weights, or None if it can."""
-    if torch.compiler.is_compiling():
+def why_not_in_blocks(call: Call, *, traced: bool = False) -> str | None:
+    """Return why a call cannot be computed block by block, without the weights, or None if it can.
+
+    Args:
+        call: the call.
+        traced: whether torch.compile can trace the computation.
+    """
+    if torch.compiler.is_compiling() and not traced:
         return "torch.compile traces the reference engine"
     if call.weights:
         return "attention weights were asked for, which only the reference engine has"
@@ -108,9 +113,9 @@ def why_not_in_blocks(call: Call) -> str | None:
     return None
 
 
-def why_not_near_keys(call: Call) -> str | None:
-    """Return why a call cannot be computed from blocks of near keys alone, or None if it can."""
-    if (reason := why_not_in_blocks(call)) is not None:
+def why_not_near_keys(call: Call, *, traced: bool = False) -> str | None:
+    """Return why a call cannot be computed from near keys alone, as `why_not_in_blocks` does, or None if it can."""
+    if (reason := why_not_in_blocks(call, traced=traced)) is not None:
         return reason
     if isinstance(call.positions, Positions) and call.positions.key_kept is not None:
         return "the first tokens stay visible outside the window, and it computes near keys only"

@@ -49,6 +49,9 @@ from ..core.positions import DensePositions, Positions
 from . import selftest
 from .base import Engine, why_not_near_keys
 
+DEVICE = "cuda"
+"""Type of the devices that the engine takes calls on."""
+
 BLOCK = 128
 """Queries and keys per block."""
 
@@ -57,6 +60,8 @@ GRAPHS = 64
 
 SCORES = 1024**2
 """Scores per head (Q times L) from which `auto` takes the engine. Its kernels take seconds to compile."""
+
+GAPPED_TABLE = "position_ids with gaps cannot be compiled with a scheme that has a number for each distance"
 
 SMALLEST_HEAD = 16
 """Smallest head size that the Triton kernel takes."""
@@ -100,19 +105,23 @@ def operand(call: Call) -> Tensor:
         return form.slopes.float()
     if change == "labelled":  # `form.keys` is (m + 1, D) or (H, m + 1, D)
         return call.query.float() @ form.keys.float().mT * call.scaling
-    positions = call.positions
-    if torch.compiler.is_compiling():
-        count = call.key.shape[2]
-    else:
-        if positions.aligned:
-            furthest = call.key.shape[2] - 1
+    return form.curve(_table_length(call)).float().contiguous()
+
+
+def _table_length(call: Call) -> int:
+    """Return how many distances a table needs."""
+    positions, count = call.positions, call.key.shape[2]
+    if not positions.aligned:
+
+        def furthest() -> Tensor:
+            return (positions.query_positions.amax(-1) - positions.key_positions.amin(-1)).amax()
+
+        if torch.compiler.is_compiling():
+            torch._assert_async(furthest() < count, GAPPED_TABLE)
         else:
-            furthest = positions.once(
-                "furthest", lambda: int(positions.query_positions.max() - positions.key_positions.min())
-            )
-        # A power of two, so that few shapes exist, and few kernels are compiled.
-        count = max(BLOCK, 1 << max(furthest, 0).bit_length())
-    return form.curve(count).float().contiguous()
+            count = positions.once("table length", lambda: int(furthest()) + 1)
+    # A power of two, so that few shapes exist, and few kernels are compiled.
+    return count if torch.compiler.is_compiling() else max(BLOCK, 1 << max(count - 1, 0).bit_length())
 
 
 def score_mod(call: Call) -> ScoreMod | None:
@@ -271,17 +280,14 @@ class Flex(Engine):
 
     def considered(self, call: Call) -> bool:
         """Return whether the call is on CUDA."""
-        return call.query.device.type == "cuda"
+        return call.query.device.type == DEVICE
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
         query = call.query
-        if torch.compiler.is_compiling():
-            if call.weights or not call.positions.aligned:
-                return "only plain, packed and windowed attention is compiled into a graph"
-        elif (reason := why_not_near_keys(call)) is not None:
+        if (reason := why_not_near_keys(call, traced=True)) is not None:
             return reason
-        if query.device.type != "cuda":
+        if query.device.type != DEVICE:
             return f"it is written for CUDA, the tensors are on {query.device.type}"
         if call.dropout > 0:
             return "attention dropout needs the weights"

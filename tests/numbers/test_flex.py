@@ -8,9 +8,12 @@ import warnings
 import pytest
 import torch
 from calls import HEAD_DIM, MODULES, SITUATIONS, call_of, compare, inputs, seeded
+from families import tiny, tokens
 from matrix import matrix
+from situations import randomize
 from torch.nn.attention import flex_attention as upstream
 
+from hf_posenc import patch_model
 from hf_posenc.core.positions import Positions, pack, unpack
 from hf_posenc.engines import flex, reference, selftest
 from hf_posenc.engines.dispatch import choose, find_engine
@@ -282,6 +285,31 @@ def test_compiled_on_a_cpu(case, monkeypatch):
         module.float()
         shown = positions.query_valid[:, :, None, None]
         assert ((actual - expected) * shown).abs().max() <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["t5", "kerple"])
+@torch.no_grad()
+def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
+    """Traced on a CPU, for one length and for any, and computed by what FlexAttention is uncompiled."""
+    monkeypatch.setattr(flex, "DEVICE", "cpu")
+    sizes = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model, graphs = randomize(patch_model(tiny("llama", **sizes), scheme)), []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for length in (200, 333, 420):
+        given = {"input_ids": tokens(2, length), "use_cache": False}
+        assert (compiled(**given).logits - model(**given).logits).abs().max() <= 1e-3
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        given["attention_mask"][0, :50] = 0
+        shown = given["attention_mask"].bool()
+        assert (compiled(**given).logits - model(**given).logits)[shown].abs().max() <= 1e-3
+    assert len(graphs) <= 4
+    assert all("flex_attention" in graph for graph in graphs)
 
 
 @pytest.mark.gpu

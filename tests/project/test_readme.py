@@ -3,9 +3,11 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -170,3 +172,18 @@ def test_the_benchmark_of_attention_runs(script, monkeypatch, capsys):
     script("benchmark_attention").main()
     printed = set(capsys.readouterr().out.split())
     assert {"alibi", "shaw", "da_transformer", "transformer_xl", "wide", "decode", "mask"} <= printed
+
+
+@pytest.mark.slow
+def test_the_suite_for_gpus_runs_dry(tmp_path):
+    """Each of its stages, on a CPU; a stage that fails fails alone."""
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(ROOT / "scripts" / "gpu_suite.sh"), str(tmp_path / "made"), "--dry-run"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "made" / "codes.txt").read_text().split() == ["tests", "0", "models", "0", "attention", "0"]
+    for stage, scheme in (("models", "alibi"), ("attention", "forgetting")):
+        measured = json.loads((tmp_path / "made" / f"{stage}.json").read_text())
+        assert measured["device"] == "cpu"
+        assert scheme in {row["scheme"] for row in measured["rows"]}
+    assert subprocess.run(command[:2], capture_output=True).returncode == 2
