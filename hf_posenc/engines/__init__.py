@@ -10,7 +10,6 @@ returns the first engine of this table that can compute a call exactly. Each eng
 | `banded` | Slopes | CPU | flash |
 | `toeplitz` | Bias, Slopes | CPU | flash |
 | `clipped` | ClippedVectors | CPU | flash for far keys, float32 for near ones |
-| `rescaled` | Factors | CPU | float32 |
 | `wide` | every scheme whose form has two sides; forget gates | any | flash |
 | `flex` | Bias, Slopes, Factors, ClippedVectors without values | CUDA | flash |
 | `chunked` | every scheme | any | reference |

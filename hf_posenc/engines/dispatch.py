@@ -16,7 +16,6 @@ from .clipped import Clipped
 from .decode import Decode
 from .flex import SCORES, Flex
 from .reference import Reference
-from .rescaled import Rescaled
 from .sdpa import Sdpa
 from .toeplitz import Toeplitz
 from .wide import Wide
@@ -27,7 +26,6 @@ ENGINES: tuple[Engine, ...] = (
     Banded({None: 1024**2}),
     Toeplitz({None: 128**2}),
     Clipped({None: 256**2}),
-    Rescaled({None: 256**2}),
     Wide({None: 128**2}),
     Flex({None: SCORES}),
     Chunked({None: 512**2}),

@@ -83,12 +83,6 @@ class Buffers:
         return torch.mm(a, b, out=self.room(a.shape[0], b.shape[1], buffer))
 
 
-def softmax_backward(gradient: Tensor, weights: Tensor) -> Tensor:
-    """Turn the gradient of weights (rows, keys) into the gradient of their scores, float32, in place."""
-    torch.ops.aten._softmax_backward_data(gradient, weights, -1, gradient.dtype, grad_input=gradient)
-    return gradient
-
-
 class Diagonals:
     """Sums of a chunk along its diagonals `r + j`. In memory rows are one number longer: diagonals become columns."""
 
