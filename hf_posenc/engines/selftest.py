@@ -13,6 +13,7 @@ not affect it.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
 from torch import Tensor
 
 from ..core.attention_call import Call
@@ -50,7 +50,8 @@ FORMS: Mapping[str, Callable[[Tensor], Form]] = {
 COMPARED = ("the output", *(f"the gradient of the {name}" for name in ("query", "key", "value", "table")))
 """What is compared. Without gradients only the output is."""
 
-PASSED = Path(constants.HF_HOME) / "hf_posenc" / "flex_attention_passed.txt"
+HOME = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+PASSED = HOME / "hf_posenc" / "flex_attention_passed.txt"
 """File of the kinds that passed, a line each."""
 
 
