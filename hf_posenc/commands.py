@@ -226,7 +226,7 @@ def export(
         output: directory, or file that ends in .gguf; neither may exist yet.
         dtype: dtype of a GGUF file's matrices, float32 by default.
         no_tokenizer: write no tokenizer: the file takes token ids.
-        length: tokens that a server shall take, max_position_embeddings of the stock config, for transformer_xl.
+        length: tokens that a server shall take, `max_position_embeddings` of the config: for transformer_xl and alibi.
     """
     if output.exists():
         raise FileExistsError(f"{output} exists already")

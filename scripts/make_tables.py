@@ -116,7 +116,8 @@ def exports(scheme: type[Scheme]) -> str:
             for family, base in bases(128, 2, 64).items():
                 model = patch_model(base, scheme.name, seed=0, **NEEDED.get(scheme.name, {}))
                 try:
-                    export(model, Path(folder) / f"{kind} {family}")
+                    within = {"length": 64} if (kind, scheme.name) == ("stock", "alibi") else {}
+                    export(model, Path(folder) / f"{kind} {family}", **within)
                 except hf_posenc.UnsupportedModelError:
                     continue
                 families.append(family)

@@ -45,7 +45,8 @@ def export_stock(
     - `nope` in all or some layers of llama and smollm3, as a SmolLM3 that leaves these layers unrotated;
     - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model;
     - `transformer_xl`, in all layers or with `nope` in the others, of families whose queries and keys are projections
-      of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike.
+      of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike;
+    - `alibi` without windows likewise, in float32 and within `length` tokens, to 0.01 nats of its bias.
 
     The config says a rotation in the words of transformers 5 and in those of transformers 4. A warning says if
     transformers 4 has no words for it.
@@ -55,9 +56,10 @@ def export_stock(
         directory: folder of the stock checkpoint.
         tokenizer: tokenizer to save with the model.
         num_positions: rows of the table for position vectors without a limit (`sinusoidal`); None means 1024.
-        head_dim: size of the wider heads of `transformer_xl`; None means the least that the kernels of servers take.
-        length: the length to be served, for `transformer_xl`: `max_position_embeddings` of the config. None keeps that
-            of the patched model, 131,072 or more.
+        head_dim: size of the wider heads of `transformer_xl` and `alibi`; None means the least that the kernels of
+            servers take.
+        length: the length to be served, for these: `max_position_embeddings` of the config. None keeps that of the
+            patched model, 131,072 or more; `alibi` needs a length.
         **kwargs: options of `save_pretrained` in transformers.
 
     Raises:
@@ -80,7 +82,7 @@ def export_stock(
         raise ValueError(f"num_positions is for vectors at the input, and {patch.name} adds none: leave it out")
     if (head_dim is not None or length is not None) and (form is None or not form.waves):
         raise ValueError(
-            f"head_dim and length are for transformer_xl, and {patch.name} needs no wider heads: leave them out"
+            f"head_dim and length are for transformer_xl and alibi; {patch.name} needs no wider heads: leave them out"
         )
     if (Path(directory) / f"{STUB}.py").exists():
         raise FileExistsError(f"{directory} holds a patched checkpoint; export to another folder")

@@ -95,7 +95,7 @@ def export_gguf(
     check_unquantized(model, "export the model")
     base = BaseModel.of(model)
     form = stock_form(patch, base)
-    if is_wide := form is not None and form.waves:
+    if is_wide := form is not None and form.waves and not form.within_length:
         model = widened_model(model, patch, form, for_gguf=True)
         base = BaseModel.of(model)
     block = base.family.gguf

@@ -15,15 +15,16 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..core.dims import Dims
 from ..core.errors import UnsupportedModelError
-from ..core.forms import RelativeKeys
 from ..core.modules import owner_of
 from ..core.registry import family_for
 from ..model.base_model import BaseModel
+from ..model.eval_mode import evaluation
 from ..model.patch_record import Patch
 from ..schemes.base import StockForm
 from ..transformers_glue.derived_classes import stock_class
 from ..transformers_glue.rotary import by_pair
 from .config import stock_settings
+from .line_in_waves import COUNT, fit_lines
 from .model_classes import PosEncConfigMixin, PosEncMixin
 
 UNTURNED = 1e30
@@ -31,6 +32,9 @@ UNTURNED = 1e30
 
 THETA = 10000.0
 """`rope_theta` of the stock config. Each pair has a factor of its own, so that any number would do."""
+
+BEYOND = 20.0
+"""How far below the highest score a key is that has no weight in float32, in nats."""
 
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Head sizes that the kernels of servers take."""
@@ -82,18 +86,22 @@ def widened_model(
         ValueError: if `head_dim` is too small or odd, or `length` is not positive.
     """
     base = BaseModel.of(model)
+    if length is not None and length < 1:
+        raise ValueError(f"length must be positive, not {length}")
     if any(form.turned):
         kept = ", ".join(str(layer) for layer, turned in enumerate(form.turned) if turned)
         raise _nothing_fits(patch, base, f"layer {kept} keeps its rotation, and a stock class has one rotation")
-    forms = _forms(patch, base)
-    frequencies = next(form.waves.frequencies() for form in forms.values() if form.waves is not None).cpu()
-    size = base.dims.head_dim
+    size, forms = base.dims.head_dim, _forms(patch, base)
+    if _are_lines(forms):
+        count = COUNT if head_dim is None else max(1, (head_dim - size) // 2)
+        added = _of_lines(model, patch, base, forms, count, length)
+    else:
+        added = _of_waves(forms)
+    frequencies = next(iter(added.values())).frequencies.cpu()
     least = size + 2 * len(frequencies)
     wide = next((each for each in HEAD_DIMS if each >= least), least) if head_dim is None else head_dim
     if wide < least or wide % 2:
         raise ValueError(f"head_dim must be even and at least {least} = {size} + 2 * {len(frequencies)}, not {wide}")
-    if length is not None and length < 1:
-        raise ValueError(f"length must be positive, not {length}")
     waves = slice(size // 2, least // 2)
     factors = torch.ones(wide // 2, dtype=torch.float64)
     factors[: size // 2] = UNTURNED
@@ -109,11 +117,87 @@ def widened_model(
     for index, attention in attentions.items():
         target: Any = new.modules.attention_of[index]
         ratio = attention.scaling / target.scaling
-        for key, value in _projections(attention, forms.get(index), base.sizes[index], ratio, places).items():
+        for key, value in _projections(attention, added.get(index), base.sizes[index], ratio, places).items():
             weights[f"{names[id(attention)]}.{key}"] = value
     stock.load_state_dict({key: weights[key] for key in stock.state_dict()}, assign=True)
     stock.tie_weights()
     return stock
+
+
+class _Waves(NamedTuple):
+    """What the scores of one layer add: `a . cos(w d) + b . sin(w d)`, with `a` and `b` linear in the queries.
+
+    Attributes:
+        frequencies: `w`, (F,).
+        cosines: (H, F, D + 1): queries, and 1, to `a`.
+        sines: the same for `b`.
+        content_bias: (H, D), or one number, added to the queries of the content.
+    """
+
+    frequencies: Tensor
+    cosines: Tensor
+    sines: Tensor
+    content_bias: Tensor
+
+
+def _of_waves(forms: dict[int, Any]) -> dict[int, _Waves]:
+    """Return what layers of Transformer-XL add: `W^T (q + v)` by sines and cosines."""
+    made = {}
+    for layer, form in forms.items():
+        projection = form.waves.projection.detach().double()
+        turned = torch.cat([projection, (form.position_bias.double()[:, None] @ projection)], 1).detach().mT
+        sines, cosines = turned.chunk(2, 1)  # (H, F, D + 1) each
+        made[layer] = _Waves(form.waves.frequencies(), cosines, sines, form.content_bias.detach().double())
+    return made
+
+
+def _are_lines(forms: dict[int, Any]) -> bool:
+    return all(form.line is not None for form in forms.values())
+
+
+def _of_lines(
+    model: PreTrainedModel, patch: Patch, base: BaseModel, forms: dict[int, Any], count: int, length: int | None
+) -> dict[int, _Waves]:
+    """Return what layers of ALiBi add, as this many waves within a length, see `line_in_waves`."""
+    if length is None:
+        raise ValueError(f"{patch.name} becomes waves within a length: give length=, the tokens that are to be served")
+    if model.dtype.itemsize < 4:
+        raise _nothing_fits(patch, base, f"{model.dtype} is too coarse for ALiBi as waves: model.float() first")
+    by_layer = torch.stack([form.line.detach().double() for form in forms.values()])
+    slopes, which = torch.unique(by_layer, return_inverse=True)
+    lines = fit_lines(slopes.cpu(), length, BEYOND + 1.25 * _spread(model, base), count)
+    if lines is None:
+        advice = "a shorter length, or a larger head_dim, may"
+        raise _nothing_fits(patch, base, f"{count} waves do not hold its slopes within {length} tokens; {advice}")
+    made, attentions = {}, dict[int, Any](base.modules.attention_of)
+    for layer, heads in zip(forms, which, strict=True):
+        rows = [each.to(heads.device)[heads] / attentions[layer].scaling for each in (lines.cosines, lines.sines)]
+        cosines, sines = (nn.functional.pad(each[..., None], (base.dims.head_dim, 0)) for each in rows)
+        made[layer] = _Waves(lines.frequencies, cosines, sines, cosines.new_zeros(()))
+    return made
+
+
+@torch.no_grad()
+def _spread(model: PreTrainedModel, base: BaseModel) -> float:
+    """Return how far a score without positions is above that of the query's own token, on tokens drawn at random."""
+    found: list[float] = []
+
+    def watch(module: nn.Module, args: tuple[Any, ...]) -> None:
+        call = args[0].widened()
+        scores = call.query @ call.key.mT * call.scaling
+        above = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
+        found.append(above.masked_fill(~call.visible(), 0).amax().item())
+
+    layers: list[Any] = [base.modules.attention_of[layer].posenc for layer in base.layers_with_scores()]
+    handles = [layer.register_forward_pre_hook(watch) for layer in layers]
+    try:
+        with evaluation(model):
+            ids = torch.randint(base.config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(0))
+            model(ids.to(model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(found)
 
 
 class _Places(NamedTuple):
@@ -134,14 +218,12 @@ class _Places(NamedTuple):
     sign: float
 
 
-def _projections(
-    attention: Any, form: RelativeKeys | None, sizes: Dims, ratio: float, places: _Places
-) -> dict[str, Tensor]:
+def _projections(attention: Any, added: _Waves | None, sizes: Dims, ratio: float, places: _Places) -> dict[str, Tensor]:
     """Return the weights and biases of the new projections of one layer.
 
     Args:
         attention: the old attention.
-        form: what its scores add, in float64; None in a layer without positions.
+        added: what its scores add, in float64; None in a layer without positions.
         sizes: its sizes.
         ratio: factor of the queries, because scores are scaled by the size of heads.
         places: the dimensions of the new heads.
@@ -155,13 +237,13 @@ def _projections(
         old = affine.view(count, sizes.head_dim, -1)
         rows[name] = old.new_zeros(count, places.wide, old.shape[-1])
         rows[name][:, torch.arange(sizes.head_dim) if name == "v_proj" else places.content] = old
-    if form is not None and form.waves is not None:
+    if added is not None:
         queries, keys = rows["q_proj"], rows["k_proj"]
         plain = queries[:, places.content]
-        plain[..., -1] += form.position_bias.detach()
-        sine, cosine = form.waves.projection.detach().double().mT.chunk(2, 1)  # (H, F, D) each
-        queries[:, places.cosines], queries[:, places.sines] = cosine @ plain, -places.sign * sine @ plain
-        queries[:, places.content, -1] += form.content_bias.detach()
+        one = nn.functional.pad(plain.new_zeros(len(plain), 1, plain.shape[-1] - 1), (0, 1), value=1.0)
+        plain = torch.cat([plain, one], 1)
+        queries[:, places.cosines], queries[:, places.sines] = added.cosines @ plain, -places.sign * added.sines @ plain
+        queries[:, places.content, -1] += added.content_bias
         keys[:, places.cosines, -1] = 1.0
     rows["q_proj"] *= ratio
     output = attention.o_proj.weight.detach()
@@ -176,8 +258,8 @@ def _projections(
     return found
 
 
-def _forms(patch: Patch, base: BaseModel) -> dict[int, RelativeKeys]:
-    """Return the form of each layer with scores, in float64.
+def _forms(patch: Patch, base: BaseModel) -> dict[int, Any]:
+    """Return the form of each layer with scores, in float64: all of them waves with one ladder, or lines.
 
     Raises:
         UnsupportedModelError: if there is more between hidden states and scores than wider heads can hold.
@@ -200,6 +282,12 @@ def _forms(patch: Patch, base: BaseModel) -> dict[int, RelativeKeys]:
     layers = base.layers_with_scores()
     like = torch.empty(0, dtype=torch.float64, device=attentions[layers[0]].q_proj.weight.device)
     forms = {layer: owner_of(attentions[layer].get_submodule("posenc")).form(like) for layer in layers}
+    if _are_lines(forms):
+        if getattr(base.config, "attn_logit_softcapping", None) is not None:
+            raise _nothing_fits(patch, base, "its soft cap would bend the bias too")
+        return forms
+    if any(form.line is not None for form in forms.values()):
+        raise _nothing_fits(patch, base, "its layers have different schemes, and a stock class has one rotation")
     frequencies = [form.waves.frequencies() for form in forms.values()]
     if any(not torch.equal(each, frequencies[0]) for each in frequencies):
         raise _nothing_fits(patch, base, "its layers have different frequencies, and a stock class has one rotation")
@@ -273,7 +361,7 @@ def _turns(new: BaseModel, factors: Tensor) -> bool:
 def _nothing_fits(patch: Patch, base: BaseModel, reason: str) -> UnsupportedModelError:
     """Return an error that no stock class has such heads, with the reason."""
     return UnsupportedModelError(
-        f"no stock class computes {patch.name} on {base.name}: {reason}. transformer_xl, alone or with nope in the "
-        "other layers, can be exported from llama, mistral, qwen2 and other families whose queries and keys are "
-        "projections of hidden states that may have biases"
+        f"no stock class computes {patch.name} on {base.name}: {reason}. transformer_xl and, within a length, alibi, "
+        "alone or with nope in other layers, can be exported from llama, mistral, qwen2 and other families whose "
+        "queries and keys are projections of hidden states that may have biases"
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.attention_call import Call
-from ..core.forms import Content, Sides, Slopes, is_one_of, pieces
+from ..core.forms import Content, Sides, pieces
 from ..core.positions import DensePositions, Positions
 from .base import Engine
 from .flex import Flex
@@ -67,7 +67,7 @@ class Wide(Engine):
 
     def distrust(self, call: Call) -> str | None:
         """Return why FlexAttention is to compute a call, or None."""
-        is_line = is_one_of(call.form, (Slopes,)) and not call.has_token_bias
+        is_line = call.form.line is not None and not call.has_token_bias
         return "it would need a mask, and FlexAttention no wider heads" if is_line and Flex().is_better(call) else None
 
     def attend(self, call: Call) -> tuple[Tensor, Tensor | None]:

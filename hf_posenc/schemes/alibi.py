@@ -1,8 +1,10 @@
 """ALiBi: a bias that falls linearly with the distance."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,10 @@ from ..core.forms import Slopes
 from ..core.modules import ScoreModule, parameter
 from ..core.positions import NO_WINDOW
 from ..core.registry import register_scheme
-from .base import ScoreScheme, init
+from .base import ScoreScheme, StockForm, init
+
+if TYPE_CHECKING:
+    from ..model.base_model import BaseModel
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -83,6 +88,12 @@ class Alibi(ScoreScheme):
 
     def keeps_kernel(self) -> bool:
         return super().keeps_kernel() and self.windows is None
+
+    def stock_form(self, base: BaseModel, form: StockForm) -> StockForm | None:
+        """Return the form with waves in the scheme's layers, which are bias enough within a length."""
+        if self.windows is not None:
+            return None
+        return form.unturned(base.layers_of(self), waves=True, within_length=True)
 
     def build(self, dims: Dims) -> ScoreModule:
         start = alibi_slopes(dims.num_heads) if self.slopes is None else list(self.slopes)

@@ -45,11 +45,13 @@ class StockForm:
         turned: whether each layer is rotated; a stock checkpoint has only one rotation.
         table: whether the vectors at the input become the base's own table.
         waves: whether waves of the distance become more dimensions of heads, see `checkpoints.wide_heads`.
+        within_length: whether the waves are what the scheme adds only within a length.
     """
 
     turned: tuple[bool, ...]
     table: bool = False
     waves: bool = False
+    within_length: bool = False
 
     def unturned(self, layers: Sequence[int], **changes: bool) -> StockForm:
         """Return the form with these layers unrotated, and with other changes."""

@@ -810,7 +810,7 @@ def test_tables_are_baked(case, family, tmp_path):
     assert stock.config.max_position_embeddings == 40
 
 
-NO_STOCK_CLASS = [("alibi", "llama"), ("nope", "gpt2"), ("rope", "opt"), ("learned", "llama")]
+NO_STOCK_CLASS = [("kerple", "llama"), ("nope", "gpt2"), ("rope", "opt"), ("learned", "llama")]
 
 
 @pytest.mark.parametrize(("case", "family"), NO_STOCK_CLASS)

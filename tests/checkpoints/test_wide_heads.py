@@ -1,4 +1,4 @@
-"""`transformer_xl` as a stock checkpoint: stock RoPE over wider heads computes what the patched model does."""
+"""`transformer_xl` and `alibi` as stock checkpoints: stock RoPE over wider heads computes what the patched model does."""
 
 import argparse
 import inspect
@@ -15,8 +15,9 @@ from families import tiny
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc
-from hf_posenc import UnsupportedModelError, export_stock, patch_model
+from hf_posenc import UnsupportedModelError, export_stock, patch_model, unpatch_model
 from hf_posenc.core.registry import supported_model_types
+from hf_posenc.schemes.alibi import Alibi
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.transformer_xl import TransformerXL
 
@@ -126,6 +127,47 @@ print(model.generate(torch.tensor({prompt.tolist()}), max_new_tokens=100, do_sam
 def test_refused_with_the_reason(model_type, scheme, reason, tmp_path):
     with pytest.raises(UnsupportedModelError, match=f"{reason}.*can be exported"):
         export_stock(made(decoder(model_type), **scheme), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_alibi_within_a_length(trainable, tmp_path):
+    """As waves: nearly the same up to the length, and not far past it; trained slopes, and a layer without positions."""
+    model = tiny("llama", hidden_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+    patch_model(model, [Alibi(layers=[0], trainable=trainable), Nope(layers=[1])]).eval()
+    if trainable:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.posenc.slopes.copy_(torch.tensor([0.3, 0.11, 0.05, 0.0]))
+    with pytest.raises(ValueError, match="give length="):
+        export_stock(model, tmp_path)
+    export_stock(model, tmp_path, length=400)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (stock.config.head_dim, stock.config.max_position_embeddings) == (64, 400)
+    errors = {}
+    for length in (60, 400, 401, 8000):
+        ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            expected, found = model(ids).logits, stock(ids).logits
+        errors[length] = ((found - expected).abs().max() / expected.abs().max()).item()
+    assert max(errors[60], errors[400], errors[401]) <= 3e-3
+    assert errors[8000] > 0.05
+    unpatch_model(model)
+    with torch.no_grad():
+        assert (model(ids).logits - expected).abs().max() > 0.05 * expected.abs().max()
+
+
+def test_alibi_is_refused_where_waves_are_too_coarse(tmp_path):
+    model = patch_model(tiny("llama"), "alibi")
+    for options, reason in (
+        ({"length": 20000}, "waves do not hold its slopes"),
+        ({"length": 300, "head_dim": 12}, "2 waves"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=reason):
+            export_stock(model, tmp_path, **options)
+    with pytest.raises(UnsupportedModelError, match="too coarse"):
+        export_stock(model.bfloat16(), tmp_path, length=100)
+    with pytest.raises(UnsupportedModelError, match="no stock class"):
+        export_stock(patch_model(tiny("llama"), "alibi", windows=[5, 5, 5, None]), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
