@@ -253,7 +253,7 @@ class Slopes(Form):
         first = slopes.detach().to(torch.bfloat16).to(wide)
         rest = slopes - first
         if narrow:
-            high = torch.div(j, 256, rounding_mode="floor")
+            high = torch.div(j + 128, 256, rounding_mode="floor")  # small parts are small numbers near the last query
             of_query = [*pieces(-slopes * i / 256, dtype, 3), *(m * up for m in (first, rest) for up in (256.0, 1.0))]
             of_key = [torch.full_like(j, 256)] * 3 + [high, j - 256 * high] * 2
         else:

@@ -7,7 +7,6 @@ returns the first engine of this table that can compute a call exactly. Each eng
 |---|---|---|---|
 | `sdpa` | Content, where no scheme changes the scores | any | that of torch's kernels |
 | `decode` | Bias, Slopes, Factors, ClippedVectors, RelativeKeys, in decoding steps | any | flash, reference, eager |
-| `banded` | Slopes | CPU | flash |
 | `toeplitz` | Bias, Slopes | CPU | flash |
 | `clipped` | ClippedVectors | CPU | flash for far keys, float32 for near ones |
 | `wide` | every scheme whose form has two sides; forget gates | any | flash |

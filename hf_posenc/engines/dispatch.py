@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..core.attention_call import Call
 from ..core.did_you_mean import did_you_mean
-from .banded import Banded
 from .base import Engine
 from .chunked import Chunked
 from .clipped import Clipped
@@ -23,7 +22,6 @@ from .wide import Wide
 ENGINES: tuple[Engine, ...] = (
     Sdpa(),
     Decode({None: 1024}),
-    Banded({None: 1024**2}),
     Toeplitz({None: 128**2}),
     Clipped({None: 256**2}),
     Wide({None: 128**2}),

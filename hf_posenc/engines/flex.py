@@ -88,11 +88,11 @@ CHANGES: Mapping[type[Form], str] = {
 
 def change_of(form: Any) -> str:
     """Return how the scores of a form are changed. Slopes that are trained, or have windows, are a table."""
-    if isinstance(form, Slopes) and (
-        form.windows is not None or (form.slopes.requires_grad and torch.is_grad_enabled())
-    ):
-        return "added"
-    return for_form(CHANGES, form)
+    change = for_form(CHANGES, form)
+    is_line = (
+        change == "sloped" and form.windows is None and not (form.slopes.requires_grad and torch.is_grad_enabled())
+    )
+    return change if is_line or change != "sloped" else "added"
 
 
 def operand(call: Call) -> Tensor:
