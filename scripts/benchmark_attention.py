@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--kv-heads", type=int, help="heads of keys and values; by default as many as --heads")
-    parser.add_argument("--candidates", nargs="+", help="measure these only, e.g. wide mask; by default all that fit")
+    parser.add_argument("--candidates", nargs="+", help="measure these only, e.g. banded mask; by default all that fit")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--memory", action="store_true", help="also peak memory, one process per candidate")

@@ -7,8 +7,10 @@ returns the first engine of this table that can compute a call exactly. Each eng
 |---|---|---|---|
 | `sdpa` | Content, where no scheme changes the scores | any | that of torch's kernels |
 | `decode` | Bias, Slopes, Factors, ClippedVectors, RelativeKeys, in decoding steps | any | flash, reference, eager |
+| `banded` | Slopes | CPU | flash |
 | `toeplitz` | Bias, Slopes | CPU | flash |
 | `clipped` | ClippedVectors | CPU | flash for far keys, float32 for near ones |
+| `rescaled` | Factors | CPU | float32 |
 | `wide` | every scheme whose form has two sides; forget gates | any | flash |
 | `flex` | Bias, Slopes, Factors, ClippedVectors without values | CUDA | flash |
 | `chunked` | every scheme | any | reference |

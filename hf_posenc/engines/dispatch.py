@@ -9,12 +9,14 @@ from torch import Tensor
 
 from ..core.attention_call import Call
 from ..core.did_you_mean import did_you_mean
+from .banded import Banded
 from .base import Engine
 from .chunked import Chunked
 from .clipped import Clipped
 from .decode import Decode
 from .flex import SCORES, Flex
 from .reference import Reference
+from .rescaled import Rescaled
 from .sdpa import Sdpa
 from .toeplitz import Toeplitz
 from .wide import Wide
@@ -22,8 +24,10 @@ from .wide import Wide
 ENGINES: tuple[Engine, ...] = (
     Sdpa(),
     Decode({None: 1024}),
+    Banded({None: 1024**2}),
     Toeplitz({None: 128**2}),
     Clipped({None: 256**2}),
+    Rescaled({None: 256**2}),
     Wide({None: 128**2}),
     Flex({None: SCORES}),
     Chunked({None: 512**2}),

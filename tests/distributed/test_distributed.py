@@ -145,7 +145,7 @@ def test_adapters_and_embedded_inputs_are_shared(pair, case):
 
 @pytest.mark.parametrize(
     ("case", "attention"),
-    [("alibi", "toeplitz"), ("shaw", "clipped"), ("da_transformer", "chunked")],
+    [("alibi", "banded"), ("alibi", "toeplitz"), ("shaw", "clipped"), ("da_transformer", "chunked")],
 )
 def test_fast_engines_take_contiguous_shards(pair, case, attention):
     more = {"attention": attention, "length": 300, "dtype": torch.float32}

@@ -8,7 +8,7 @@ from rows import named
 from hf_posenc.core.attention_call import Call
 from hf_posenc.core.positions import Positions, pack, unpack
 from hf_posenc.core.registry import scheme_class
-from hf_posenc.engines import chunked, clipped, dispatch, sdpa, toeplitz
+from hf_posenc.engines import chunked, clipped, dispatch, rescaled, sdpa, toeplitz
 from hf_posenc.schemes.base import Dims
 
 HEAD_DIM = 16
@@ -20,7 +20,7 @@ def never_short(monkeypatch):
     """Send every call to the fastest engine that can carry it, however short it is, and cut it in many pieces."""
     for engine in dispatch.ENGINES:
         monkeypatch.setattr(engine, "floors", {})
-    for engine in (clipped, toeplitz):
+    for engine in (clipped, rescaled, toeplitz):
         monkeypatch.setattr(engine, "ROWS", 32)
     monkeypatch.setattr(chunked, "SCORES", 2**12)
     monkeypatch.setattr(sdpa, "WHOLE", 0)

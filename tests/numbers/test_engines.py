@@ -32,7 +32,7 @@ from hf_posenc.core.forms import RelativeKeys, Slopes
 from hf_posenc.core.layer_state import STATE, OnAttention
 from hf_posenc.core.modules import WithoutPositions
 from hf_posenc.core.positions import Positions, pack, unpack
-from hf_posenc.engines import dispatch, reference, toeplitz
+from hf_posenc.engines import banded, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
 
@@ -50,7 +50,7 @@ def every_call_by_the_fastest(monkeypatch):
 ENGINES = {
     **{
         engine: tuple(name for name, form in FORMS.items() if form in find_engine(engine).forms)
-        for engine in ("toeplitz", "clipped")
+        for engine in ("banded", "toeplitz", "clipped", "rescaled")
     },
     "wide": tuple(name for name, form in FORMS.items() if issubclass(form, (Slopes, RelativeKeys))),
     "chunked": tuple(MODULES),
@@ -171,7 +171,7 @@ def test_attention_without_positions(situation, window):
     compare(actual, results("formula", WithoutPositions(), positions, wide, shown, weight), 1e-5)
 
 
-@pytest.mark.parametrize("engine", ["reference", "chunked", "decode"])
+@pytest.mark.parametrize("engine", ["reference", "chunked", "rescaled", "decode"])
 @pytest.mark.parametrize("weight", [0.02, 3.0, -3.0], ids=["ordinary factors", "huge factors", "factors of 0"])
 def test_a_saturation_whose_exponential_overflows(engine, weight):
     """`exp(200)` is no float32 number. At first `f = exp(w d)` nevertheless; with a large `w` it is huge itself."""
@@ -280,7 +280,7 @@ STEPS = [
 
 @torch.no_grad()
 @matrix(in_turn(STEPS, CACHED, [(4, 1), (6, 3)]), row=None, situation=None, heads_and_groups=None)
-def test_a_step_of_generation(row, situation, heads_and_groups):
+def test_a_step_of_generation(row, situation, heads_and_groups, monkeypatch):
     (case, option), (heads, groups) = row, heads_and_groups
     options = OPTIONS[option]
     positions, _ = SITUATIONS[situation]()
@@ -288,12 +288,14 @@ def test_a_step_of_generation(row, situation, heads_and_groups):
     assert choose("auto", call_of(module, *tensors, positions, **options)).engine == "decode"
     wide = [each.double() for each in tensors]
     expected, weights = step("reference", copy.deepcopy(module).double(), positions, wide, **options)
-    for dtype, tolerance in (
-        (torch.float32, 5e-6),
-        (torch.float64, 1e-12),
-        (torch.bfloat16, 0.05),
-        (torch.float16, 0.01),
+    for dtype, tolerance, products in (
+        (torch.float32, 5e-6, False),
+        (torch.float64, 1e-12, False),
+        (torch.bfloat16, 0.05, False),
+        (torch.bfloat16, 0.05, True),  # what this depends on is the processor
+        (torch.float16, 0.01, False),
     ):
+        monkeypatch.setattr(decode, "products_are_faster", lambda products=products: products)
         fitting = copy.deepcopy(module).double() if dtype == torch.float64 else module
         output, found = step("decode", fitting, positions, [each.to(dtype) for each in tensors], **options)
         assert output.dtype == dtype
@@ -301,6 +303,67 @@ def test_a_step_of_generation(row, situation, heads_and_groups):
         assert (found is None) == ("weights" not in options)
         if found is not None:
             assert (found - weights).norm() <= tolerance * weights.norm()
+
+
+# --------------------------------------------------------------------------------------------------------------- banding
+
+
+def dense_alibi(q, k, v, slopes):
+    length, start = k.shape[2], k.shape[2] - q.shape[2]
+    distance = (torch.arange(start, length)[:, None] - torch.arange(length)).double()
+    scores = q.double() @ k.double().mT * SCALING - slopes.double()[:, None, None] * distance
+    return scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ v.double()
+
+
+HARD = {
+    "random": lambda k: k,
+    "large": lambda k: 6 * k,
+    # What a window chosen without looking at the data would miss: one far key that everyone looks at.
+    "one far key": lambda k: torch.cat([40 * k[:, :, :1], k[:, :, 1:]], 2),
+    "growing": lambda k: k * torch.linspace(12, 0.1, k.shape[2])[:, None],
+    "in common": lambda k: k + 20 * torch.randn(HEAD_DIM, generator=torch.Generator().manual_seed(5)),
+    "one large coordinate": lambda k: k * torch.cat([torch.tensor([30.0]), torch.ones(HEAD_DIM - 1)]),
+}
+
+
+@pytest.mark.parametrize("what", HARD)
+@pytest.mark.rows(slow=8)
+@pytest.mark.parametrize("queries", [600, 90])
+def test_skipped_keys_do_not_count(what, queries):
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 8, n, HEAD_DIM, generator=generator) for n in (queries, 600, 600))
+    q, k = q + 1, HARD[what](k + 1)
+    slopes = torch.tensor([2.0**-n for n in range(1, 9)])
+    output = banded.attend(q, k, v, slopes, scaling=SCALING, rows=32)
+    expected = dense_alibi(q, k, v, slopes)
+    plain = toeplitz.attend(q, k, v, -slopes[:, None] * torch.arange(600), scaling=SCALING)
+    own_error = (plain.double() - expected).abs().max()
+    assert (output.double() - expected).abs().max() <= 2 * own_error + 1e-6
+
+
+def test_keys_are_skipped():
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, 8, 2048, HEAD_DIM, generator=generator) for _ in range(2))
+    slopes = torch.tensor([2.0**-n for n in range(1, 9)])
+    needed = banded.windows(q, k, slopes, SCALING, 256)
+    pieces = banded.plan(needed, 2048, 2048, 256)
+    area = sum((end - i) * (h_end - h) * (end - j) for i, end, h, h_end, j in pieces)
+    whole = sum((end - i) * (h_end - h) * (end - j) for i, end, h, h_end, j in toeplitz.whole(2048, 8, 256))
+    assert area < 0.75 * whole
+    covered = {(i, h) for i, _, h0, h1, _ in pieces for h in range(h0, h1)}
+    assert len(covered) == 8 * 8  # every chunk of every head, once
+    assert sum(h1 - h0 for _, _, h0, h1, _ in pieces) == 8 * 8
+
+
+def test_slopes_that_reward_distance_keep_every_key():
+    slopes = torch.tensor([0.5, 0.0, -0.01])
+    q, k = torch.randn(1, 3, 64, HEAD_DIM), torch.randn(1, 3, 64, HEAD_DIM)
+    needed = banded.windows(q, k, slopes, SCALING, 32)
+    assert needed[1:].isinf().all()
+    assert needed[0].isfinite().all()
+    v = torch.randn(1, 3, 64, HEAD_DIM)
+    output = banded.attend(q, k, v, slopes, scaling=SCALING)
+    assert (output.double() - dense_alibi(q, k, v, slopes)).abs().max() < 1e-5
 
 
 # ---------------------------------------------------------------------------------------------------------------- memory
@@ -369,10 +432,11 @@ WIDE, NARROW = other_values("alibi", lambda v: torch.cat([v, v], -1)), other_val
 @pytest.mark.parametrize(
     ("given", "engine", "reason"),
     [
-        (call(), "toeplitz", "the fastest"),
-        (call("shaw"), "clipped", "no additive bias"),
-        (call("transformer_xl"), "wide", "no vectors of clipped distances"),
-        (call("fire"), "chunked", "has no form"),
+        (call(), "banded", "the fastest"),
+        (call("shaw"), "clipped", "no linear bias"),
+        (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
+        (call("transformer_xl"), "wide", "does not rescale scores"),
+        (call("fire"), "chunked", "does not rescale scores"),
         (call(dtype=torch.float64), "wide", "float32 and bfloat16"),
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "wide", "dropout"),
@@ -386,17 +450,18 @@ def test_the_choice_and_its_reason(given, engine, reason):
     chosen = choose("auto", given)
     assert chosen.engine == engine
     assert reason in str(chosen)
-    if engine != "toeplitz":
-        with pytest.raises(ValueError, match=r"attention='toeplitz' cannot compute this call: .*'auto'"):
-            choose("toeplitz", given)
+    if engine != "banded":
+        with pytest.raises(ValueError, match=r"attention='banded' cannot compute this call: .*'auto'"):
+            choose("banded", given)
 
 
 @pytest.mark.parametrize(
     ("case", "length", "dtype", "engine"),
     [
+        ("alibi", 1100, torch.float32, "banded"),
         ("alibi", 1000, torch.bfloat16, "toeplitz"),
         ("shaw", 300, torch.float32, "clipped"),
-        ("da_transformer", 300, torch.float32, "reference"),
+        ("da_transformer", 300, torch.float32, "rescaled"),
     ],
 )
 def test_short_calls_go_to_simpler_engines(case, length, dtype, engine, monkeypatch):
@@ -416,7 +481,7 @@ def test_which_engine(monkeypatch):
     with pytest.raises(NotPatchedError):
         which_engine(tiny("llama"), 4096)
     with pytest.raises(ValueError, match="cannot compute this call"):
-        which_engine(patch_model(tiny("llama"), "shaw", attention="toeplitz"), 4096)
+        which_engine(patch_model(tiny("llama"), "shaw", attention="banded"), 4096)
 
 
 OTHERS = {f"far_rope {kind}": ("far_rope", {"kind": kind}) for kind in ("rerope", "self_extend", "dual_chunk")}
@@ -472,17 +537,16 @@ def test_padding_inside_a_sequence_does_not_part_it(family):
         model(ids, attention_mask=mask).logits[mask.bool()], joined(ids, attention_mask=mask).logits[mask.bool()]
     )
     with pytest.raises(ValueError, match="padding inside a document"):
-        patch_model(tiny(family), "alibi", attention="toeplitz")(ids, attention_mask=mask)
+        patch_model(tiny(family), "alibi", attention="banded")(ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row(bad):
     q, k, v = torch.randn(3, 1, 2, 90, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     slopes = torch.tensor([0.5, 0.1])
-    table = -slopes[:, None] * torch.arange(90)
-    expected = toeplitz.attend(q, k, v, table, scaling=SCALING)
+    expected = banded.attend(q, k, v, slopes, scaling=SCALING)
     q[0, 0, 50, 0] = bad
-    actual = toeplitz.attend(q, k, v, table, scaling=SCALING)
+    actual = banded.attend(q, k, v, slopes, scaling=SCALING)
     assert actual[0, 0, 50].isnan().all()
     actual[0, 0, 50] = expected[0, 0, 50]
     assert (actual - expected).abs().max() <= 1e-5
