@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.attention_call import Call
+from ..core.dtypes import wide_dtype
 from ..core.forms import Content, Sides, pieces
 from ..core.positions import DensePositions, Positions
 from .base import Engine
@@ -60,7 +61,7 @@ class Wide(Engine):
             return reason
         if call.form.positional:
             if (width := call.form.width(call)) is None:
-                return "positions add no product of two sides to the scores, or not in this dtype with gradients"
+                return "positions add no product of two sides to the scores, or not at real positions in 16 bits"
             if width > WIDEST:
                 return f"heads would be {width} dimensions wider, which takes longer than other engines above {WIDEST}"
         return None
@@ -119,7 +120,7 @@ def _numbers(call: Call) -> tuple[Tensor | None, Tensor]:
     if call.log_gates is not None:
         assert not isinstance(positions, DensePositions)
         gates = call.log_gates if positions.aligned else call.log_gates.masked_fill(~positions.key_valid[:, None], 0)
-        sums = gates.cumsum(-1, dtype=torch.float64)
+        sums = gates.cumsum(-1, dtype=wide_dtype(gates.device))
         if positions.aligned:
             at_queries, last = sums.detach(), sums[..., -1:]
         else:

@@ -59,7 +59,7 @@ EXPECTED_REFUSALS = {
     # The far keys are computed without a mask: the engine would need one for them to carry windows.
     ("clipped", "it has no sliding windows"),
     ("wide", "the first tokens stay visible outside the window, at a distance that depends on the query"),
-    ("wide", "positions add no product of two sides to the scores, or not in this dtype with gradients"),  # windows
+    ("wide", "positions add no product of two sides to the scores, or not at real positions in 16 bits"),  # windows
     *(
         (engine.name, reason)
         for engine in dispatch.ENGINES
