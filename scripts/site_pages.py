@@ -1,4 +1,4 @@
-"""Hook of mkdocs.yml: pages that are no Markdown in docs/, and links that lead out of it.
+"""Hook of mkdocs.yml: pages that are no Markdown in docs/, and links that lead out of it; and its reader of docstrings.
 
 README.md is the home page, other files become pages too (`PAGES`), and so do notebooks, with what they print and draw. On every page a relative link to a file that is a page
 leads to that page, one to any other file of the repository leads to its place on the web. A link to nothing is a warning,
@@ -13,6 +13,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import griffe
 from mkdocs.structure.files import File
 
 from hf_posenc.core.registry import available_schemes, scheme_class
@@ -97,3 +98,29 @@ def target(link: str, origin: str, path: str, config: Any) -> str:
         log.warning("%s links to %s, which is not there", origin, link)
     kind = "tree" if (ROOT / name).is_dir() else "blob"
     return f"{config.extra['repository']}/{kind}/main/{name}"
+
+
+PAPER = re.compile(r"arXiv:(\d{4}\.\d{5})")
+LABEL = re.compile(r"^(Equations?|Beyond the training length|Deviations|Source)\b([^:\n]*):", flags=re.MULTILINE)
+
+
+class Labels(griffe.Extension):
+    """`Source: ...` at the start of a line becomes a point of a list, with the lines after it; `arXiv:...` a link."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Rewrite the docstring of one object; its sections (`Args:` and the like) stay."""
+        if obj.docstring is None:
+            return
+        lines: list[str] = []
+        inside = False
+        for line in obj.docstring.value.splitlines():
+            if LABEL.match(line):
+                lines += [] if inside else [""]
+                lines.append("- " + LABEL.sub(r"**\1**\2:", line))
+                inside = True
+            elif not line.strip():
+                lines.append(line)
+                inside = False
+            else:
+                lines.append("  " + line.strip() if inside else line)
+        obj.docstring.value = PAPER.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", "\n".join(lines))
