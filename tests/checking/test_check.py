@@ -555,7 +555,7 @@ def test_every_long_stock_type_is_silent(model_type):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SMOLLM2, reason="HF_POSENC_SMOLLM2 must name a folder with SmolLM2-135M")
+@pytest.mark.skipif(not SMOLLM2, reason="HF_POSENC_SMOLLM2=FOLDER runs this; scripts/get_smollm2.py FOLDER brings it")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_trained_model_is_silent_and_its_faults_are_not(dtype):
     model = AutoModelForCausalLM.from_pretrained(Path(SMOLLM2), dtype=dtype).eval()

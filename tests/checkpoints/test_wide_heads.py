@@ -187,7 +187,10 @@ def test_wrong_sizes_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("HF_POSENC_SMOLLM2" not in os.environ, reason="HF_POSENC_SMOLLM2=FOLDER of SmolLM2-135M runs this")
+@pytest.mark.skipif(
+    "HF_POSENC_SMOLLM2" not in os.environ,
+    reason="HF_POSENC_SMOLLM2=FOLDER runs this; scripts/get_smollm2.py FOLDER brings it",
+)
 def test_a_real_model_writes_the_same_words(tmp_path):
     """Trained weights, 30 layers, 2,000 tokens, after closed forms: greedy words of the stock class."""
     model = AutoModelForCausalLM.from_pretrained(os.environ["HF_POSENC_SMOLLM2"], dtype=torch.float32)
