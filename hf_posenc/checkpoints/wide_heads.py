@@ -273,6 +273,7 @@ def _forms(patch: Patch, base: BaseModel) -> dict[int, Any]:
         or parts != {*PROJECTIONS},
         "its heads differ in size": len({*base.sizes.values()}) > 1
         or base.dims.value_dim not in (None, base.dims.head_dim),
+        "its stock class adds vectors at the input": base.has_table,
         "it norms queries and keys": bool(base.normed) or base.family.rotation.norms_after is not None,
         "it scales queries by their position": bool(base.scaled_by_position),
         "it clips queries and keys": getattr(base.config, "clip_qkv", None) is not None,
