@@ -39,8 +39,8 @@ class TransformerXL(ScoreScheme):
     Args:
         frequencies: number F of frequencies, `longest^(-t/F)` radians per token for t = 0 .. F - 1; or a list of them.
             The paper has E / 2, and 10,000 as `longest`. More than 128, or 64 in 16 bits, run on a slow engine.
-        longest: where the ladder of frequencies ends; None means four times the length in the base's config. A few
-            frequencies have to be those that tell its distances apart.
+        longest: where the ladder of frequencies ends; None means four times the length in the base's config, at most
+            the paper's 10,000. A few frequencies have to be those that tell its distances apart.
     """
 
     name: ClassVar[str] = "transformer_xl"
@@ -64,7 +64,7 @@ class TransformerXL(ScoreScheme):
         """Return the scheme with the end of its ladder."""
         if self.longest is not None or not isinstance(self.frequencies, int):
             return self
-        return replace(self, longest=PAPERS if native.max_positions is None else 4 * native.max_positions)
+        return replace(self, longest=min(PAPERS, 4 * (native.max_positions or PAPERS)))
 
     def stock_form(self, base: BaseModel, form: StockForm) -> StockForm:
         """Return the form with waves in the scheme's layers, unrotated but for them."""

@@ -127,3 +127,12 @@ def test_edits_act_on_a_scaled_base():
     stock = tiny("llama", rope_parameters={**YARN, "rope_theta": 300.0})
     model = patch_model(tiny("llama", rope_parameters=YARN), "rope", frequencies={"name": "abf", "factor": 3.0})
     assert model(tokens(2, 90)).logits.equal(stock(tokens(2, 90)).logits)
+
+
+@pytest.mark.parametrize(("length", "longest"), [(64, 256), (8192, 10000)])
+def test_the_ladder_of_transformer_xl_ends_at_four_times_the_length_or_the_papers_10000(length, longest):
+    model = patch_model(tiny("llama", max_position_embeddings=length), "transformer_xl", frequencies=4)
+    (scheme,) = schemes_of(model)
+    assert scheme.longest == longest
+    found = model.model.layers[0].self_attn.posenc.form(torch.ones(1)).waves.frequencies()
+    torch.testing.assert_close(found, torch.tensor([longest ** (-t / 4) for t in range(4)], dtype=torch.float64))
