@@ -46,7 +46,7 @@ def export_stock(
     - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model;
     - `transformer_xl`, in all layers or with `nope` in the others, of families whose queries and keys are projections
       of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike;
-    - `alibi` without windows likewise, in float32 and within `length` tokens, to 0.01 nats of its bias.
+    - `alibi` without windows likewise, in float32 and within `length` tokens, to 0.001 nats of its bias.
 
     The config says a rotation in the words of transformers 5 and in those of transformers 4. A warning says if
     transformers 4 has no words for it.

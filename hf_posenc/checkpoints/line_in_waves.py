@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-COUNT = 16
-"""Number of waves where no size of heads is chosen."""
-
-NEAR, LARGEST = 0.01, 500.0
+NEAR, LARGEST = 1e-3, 500.0
 """Largest error of a bias that is seen, in nats, and largest sum of amplitudes: float32 keeps six digits of it."""
 
 SLACK = 1.0
 """The waves may be this much above the bound."""
 
-STEPS = 15
+LONGEST = 4096
+"""Largest length that is tried: beyond, no reasonable number of waves is exact, and to find that out takes minutes."""
+
+STEPS = 25
 
 
 class Lines(NamedTuple):
@@ -59,8 +59,6 @@ def fit_lines(slopes: Tensor, length: int, bound: float, count: int) -> Lines | 
         if error <= NEAR and (best is None or error < best.error):
             cosines, sines, _ = torch.stack([each for _, each in fits]).split([count, count, 1], 1)
             best = Lines(frequencies, cosines, sines, error)
-        if error <= NEAR / 10:
-            break
     return best
 
 
@@ -73,7 +71,7 @@ def _fit(slope: float, features: Tensor, bound: float) -> tuple[float, Tensor]:
     near = wanted > -bound
     wanted = torch.where(near, wanted, SLACK - bound)
     best, least = features.new_zeros(features.shape[1]), float("inf")
-    for penalty in (1e-7, 1e-8, 1e-9, 1e-10):
+    for penalty in (1e-7, 1e-9, 1e-11, 1e-13):
         weight = near.double()
         for _ in range(STEPS):
             weighted = features * weight[:, None]

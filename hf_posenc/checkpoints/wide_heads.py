@@ -24,7 +24,7 @@ from ..schemes.base import StockForm
 from ..transformers_glue.derived_classes import stock_class
 from ..transformers_glue.rotary import by_pair
 from .config import stock_settings
-from .line_in_waves import COUNT, fit_lines
+from .line_in_waves import LONGEST, fit_lines
 from .model_classes import PosEncConfigMixin, PosEncMixin
 
 UNTURNED = 1e30
@@ -93,8 +93,8 @@ def widened_model(
         raise _nothing_fits(patch, base, f"layer {kept} keeps its rotation, and a stock class has one rotation")
     size, forms = base.dims.head_dim, _forms(patch, base)
     if _are_lines(forms):
-        count = COUNT if head_dim is None else max(1, (head_dim - size) // 2)
-        added = _of_lines(model, patch, base, forms, count, length)
+        sizes = [each for each in HEAD_DIMS if size < each <= 128] if head_dim is None else [head_dim]
+        added = _of_lines(model, patch, base, forms, [(each - size) // 2 for each in sizes], length)
     else:
         added = _of_waves(forms)
     frequencies = next(iter(added.values())).frequencies.cpu()
@@ -156,19 +156,22 @@ def _are_lines(forms: dict[int, Any]) -> bool:
 
 
 def _of_lines(
-    model: PreTrainedModel, patch: Patch, base: BaseModel, forms: dict[int, Any], count: int, length: int | None
+    model: PreTrainedModel, patch: Patch, base: BaseModel, forms: dict[int, Any], counts: list[int], length: int | None
 ) -> dict[int, _Waves]:
-    """Return what layers of ALiBi add, as this many waves within a length, see `line_in_waves`."""
+    """Return what layers of ALiBi add within a length, as the first number of waves that do, see `line_in_waves`."""
     if length is None:
         raise ValueError(f"{patch.name} becomes waves within a length: give length=, the tokens that are to be served")
     if model.dtype.itemsize < 4:
         raise _nothing_fits(patch, base, f"{model.dtype} is too coarse for ALiBi as waves: model.float() first")
     by_layer = torch.stack([form.line.detach().double() for form in forms.values()])
     slopes, which = torch.unique(by_layer, return_inverse=True)
-    lines = fit_lines(slopes.cpu(), length, BEYOND + 1.25 * _spread(model, base), count)
-    if lines is None:
+    if length > LONGEST:
+        raise _nothing_fits(patch, base, f"waves hold its slopes within {LONGEST} tokens at most, not {length}")
+    bound = BEYOND + 1.25 * _spread(model, base)
+    fits = (fit_lines(slopes.cpu(), length, bound, count) for count in counts if count > 0)
+    if (lines := next((each for each in fits if each is not None), None)) is None:
         advice = "a shorter length, or a larger head_dim, may"
-        raise _nothing_fits(patch, base, f"{count} waves do not hold its slopes within {length} tokens; {advice}")
+        raise _nothing_fits(patch, base, f"{max(counts)} waves do not hold its slopes within {length} tokens; {advice}")
     made, attentions = {}, dict[int, Any](base.modules.attention_of)
     for layer, heads in zip(forms, which, strict=True):
         rows = [each.to(heads.device)[heads] / attentions[layer].scaling for each in (lines.cosines, lines.sines)]

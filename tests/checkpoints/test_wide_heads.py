@@ -142,7 +142,8 @@ def test_alibi_within_a_length(trainable, tmp_path):
         export_stock(model, tmp_path)
     export_stock(model, tmp_path, length=400)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert (stock.config.head_dim, stock.config.max_position_embeddings) == (64, 400)
+    assert stock.config.max_position_embeddings == 400
+    assert stock.config.head_dim <= 64
     errors = {}
     for length in (60, 400, 401, 8000):
         ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(2))
@@ -159,7 +160,7 @@ def test_alibi_within_a_length(trainable, tmp_path):
 def test_alibi_is_refused_where_waves_are_too_coarse(tmp_path):
     model = patch_model(tiny("llama"), "alibi")
     for options, reason in (
-        ({"length": 20000}, "waves do not hold its slopes"),
+        ({"length": 20000}, "within 4096 tokens at most"),
         ({"length": 300, "head_dim": 12}, "2 waves"),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
