@@ -176,7 +176,8 @@ def _follow(
         followed = positions.follow(position_ids, check=state.ordered)
         changes = {}
         if followed is not positions:  # tensors of their own, no views of the channel, which would keep itself alive
-            changes = {name: getattr(followed, name) for name in ("query_positions", "key_positions")} | {"memo": {}}
+            names = ("query_positions", "key_positions", "aligned")
+            changes = {name: getattr(followed, name) for name in names} | {"memo": {}}
         setattr(attention_mask, CHECKED, (position_ids, changes))
     return replace(positions, **changes) if changes else positions
 
