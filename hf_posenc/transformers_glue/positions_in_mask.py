@@ -85,7 +85,8 @@ def _with_channel(model: Any, arguments: Arguments, tokens: Tensor, *, as_bool: 
         followed = positions.unpack(mask, ids.shape[-1]).follow(ids, check=check)
         new_positions = torch.cat([followed.query_positions, followed.key_positions], -1)
         rows = mask.expand(new_positions.shape[0], -1, -1, -1)
-        mask = torch.cat([new_positions[:, None, None], rows[:, :, 1:]], 2)
+        known = rows.shape[2] if followed.aligned else positions.ROWS  # what more rows say holds no longer
+        mask = torch.cat([new_positions[:, None, None], rows[:, :, 1:known]], 2)
     return {**arguments, "attention_mask": as_bools(mask) if as_bool else mask}
 
 
