@@ -351,10 +351,10 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "torch": torch.__version__,
         "hf_posenc": hf_posenc.__version__,
-        "heads": options.heads,
-        "kv_heads": options.kv_heads or options.heads,
         "rounds": options.rounds,
     }
+    if not options.whole_models:
+        about |= {"heads": options.heads, "kv_heads": options.kv_heads or options.heads}
     rows: list[dict[str, Any]] = []
     for row in whole_models(options) if options.whole_models else calls_of_attention(options):
         rows.append(row)

@@ -191,8 +191,8 @@ def _spread(model: PreTrainedModel, base: BaseModel) -> float:
         above = scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]
         found.append(above.masked_fill(~call.visible(), 0).amax().item())
 
-    layers: list[Any] = [base.modules.attention_of[layer].posenc for layer in base.layers_with_scores()]
-    handles = [layer.register_forward_pre_hook(watch) for layer in layers]
+    attentions: dict[int, Any] = base.modules.attention_of
+    handles = [attentions[n].posenc.register_forward_pre_hook(watch) for n in base.layers_with_scores()]
     try:
         with evaluation(model):
             ids = torch.randint(base.config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(0))

@@ -210,7 +210,7 @@ class Slopes(Form):
     Attributes:
         slopes: `m`, (H,), float32 or float64.
         windows: (H,) int64 or None. A head does not see keys at this distance or further.
-        name: equal for equal slopes; None for slopes that are trained.
+        name: equal for equal slopes; None for slopes that are trained, or have windows.
     """
 
     slopes: Tensor

@@ -583,12 +583,13 @@ def read(mask: Tensor, query_length: int, key_length: int) -> Positions | DenseP
         if is_compact(mask) and mask.shape[-1] == query_length + key_length:
             if torch.compiler.is_compiling():
                 return unpack(mask, query_length)
-            made: Positions | None = getattr(mask, MADE, None)
-            if made is None or made.query_index.shape[-1] != query_length:
+            state = (query_length, None if mask.is_inference() else mask._version)
+            made: tuple[Any, Positions] | None = getattr(mask, MADE, None)
+            if made is None or made[0] != state:
                 # Of a copy: views of the channel would keep it alive, and it them.
-                made = replace(unpack(mask.clone(), query_length), memo={})
+                made = state, replace(unpack(mask.clone(), query_length), memo={})
                 setattr(mask, MADE, made)
-            return made
+            return made[1]
         if mask.shape[-2:] == (query_length + 1, key_length + 1):
             pairs = mask[:, :, :-1, :-1]
             return DensePositions(pairs >> 1, (pairs & 1).bool(), mask[:, 0, :-1, -1])

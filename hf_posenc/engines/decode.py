@@ -124,12 +124,11 @@ def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Ten
     if form.waves is not None and call.has_key_positions:
         sides = form.sides(replace(call, query=query.to(hidden.dtype)))
         of_query, of_key = sides.query_features.flatten(1, 2), sides.key_features[:, 0].mT
-        added = torch.baddbmm(
-            (hidden if call.softcap is None else torch.zeros_like(hidden)).expand(*query.shape[:3], -1).flatten(1, 2),
-            of_query,
-            of_key.expand(len(of_query), -1, -1),
-            alpha=call.scaling,
-        ).view(*query.shape[:3], -1)
+        first = (
+            (hidden if call.softcap is None else torch.zeros_like(hidden)).expand(*query.shape[:3], -1).flatten(1, 2)
+        )
+        added = torch.baddbmm(first, of_query, of_key.expand(len(of_query), -1, -1), alpha=call.scaling)
+        added = added.view(*query.shape[:3], -1)
         query = sides.query.to(query.dtype)
         return Terms(query, added) if call.softcap is None else Terms(query, hidden, added)
     r, u, v = (each.to(query.dtype) for each in (form.table(_count(distance)), form.content_bias, form.position_bias))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,16 +77,9 @@ def _attend(call: Call, *, causal: bool = False) -> Tensor:
     """Return the kernel's output (B, Q, H, V). It gets a mask if attention is not plainly causal."""
     size, mask = call.value.shape[-1], None if causal else _mask(call)
     key, value = _suited(call, mask)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        call.query,
-        key,
-        value,
-        mask,
-        dropout_p=call.dropout,
-        is_causal=causal,
-        scale=call.scaling,
-        enable_gqa=bool(call.query.shape[1] != key.shape[1]),  # sizes are tensors in torch.jit.trace
-    )
+    options: dict[str, Any] = {"dropout_p": call.dropout, "is_causal": causal, "scale": call.scaling}
+    options["enable_gqa"] = bool(call.query.shape[1] != key.shape[1])  # sizes are tensors in torch.jit.trace
+    output = torch.nn.functional.scaled_dot_product_attention(call.query, key, value, mask, **options)
     return output[..., :size].transpose(1, 2).to(call.query.dtype).contiguous()
 
 

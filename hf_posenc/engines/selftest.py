@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +84,8 @@ class Kind:
     device: torch.device
 
 
-Attend = Callable[[Call, Mapping[str, Any]], tuple[Tensor, Tensor | None]]
-"""A call, and options of kernels -> its output (B, Q, H, V), and its weights or None."""
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+"""A call, and `kernel_options` -> its output (B, Q, H, V), and its weights or None."""
 
 SMALL = {"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 1}
 """Options for kernels that do not fit the device's shared memory."""
@@ -96,6 +98,8 @@ OPTIONS: Mapping[bool, tuple[Mapping[str, Any], ...]] = {
 
 LOOKED_UP = ("added", "rescaled", "labelled")
 """Changes of scores that look numbers up for each pair."""
+
+_LOCK = threading.Lock()
 
 FOUND: dict[Kind, int | str] = {}
 """What the process has tried -> the number of the options that passed, or the fault that was found."""
@@ -114,40 +118,47 @@ def fault(kind: Kind, attend: Attend) -> str | None:
         kind: kind of the call.
         attend: computes a call.
     """
-    if kind not in FOUND:
-        if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "its self-test had not run before this CUDA graph was captured"
-        logger.warning(
-            "FlexAttention compiles kernels for %s scores, %s and heads of %d on %s, once: 10 to 40 seconds",
-            *(kind.change, kind.dtype, kind.size, kind.device),
-        )
-        kept = _passed()
-        for number in range(2):
-            FOUND[kind] = number
-            if (line := f"{_line(kind)} {number}") in kept:
-                return None
-            with ThreadPoolExecutor(1) as thread:
-                finding = thread.submit(_compare, kind, attend).result()
-            if finding is None:
-                if kind.device.type == "cuda":
-                    _keep(line)
-                break
-            FOUND[kind] = finding
-        if finding is not None:
-            warnings.warn(
-                f"FlexAttention on {kind.device} {finding}, with {kind.change} scores, {kind.dtype} and heads of "
-                f"{kind.size}. Another engine computes such calls, exactly but slower; which_engine(...) names it.",
-                stacklevel=3,
-            )
-    found = FOUND[kind]
+    with _LOCK:  # one thread tries a kind, others wait for what it finds
+        if kind not in FOUND:
+            if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return "its self-test had not run before this CUDA graph was captured"
+            FOUND[kind] = _try(kind, attend)
+        found = FOUND[kind]
     return found if isinstance(found, str) else None
+
+
+def _try(kind: Kind, attend: Attend) -> int | str:
+    """Return the number of the first options that pass, which a file may say, or the fault of the last ones."""
+    logger.warning(
+        "FlexAttention compiles kernels for %s scores, %s and heads of %d on %s, once: 10 to 40 seconds",
+        *(kind.change, kind.dtype, kind.size, kind.device),
+    )
+    kept, finding = _passed(), None
+    lines = [f"{_line(kind)} {number}" for number in range(2)]
+    for line in kept.intersection(lines):
+        return lines.index(line)
+    for number, line in enumerate(lines):
+        one = partial(attend, kernel_options=OPTIONS[kind.change in LOOKED_UP][number])
+        with ThreadPoolExecutor(1) as thread:
+            finding = thread.submit(_compare, kind, one).result()
+        if finding is None:
+            if kind.device.type == "cuda":
+                _keep(line)
+            return number
+    warnings.warn(
+        f"FlexAttention on {kind.device} {finding}, with {kind.change} scores, {kind.dtype} and heads of {kind.size}. "
+        "Another engine computes such calls, exactly but slower; which_engine(...) names it.",
+        stacklevel=4,
+    )
+    return str(finding)
 
 
 def _line(kind: Kind) -> str:
     """Return the line of the file for a kind, without the number of its options: what its kernels depend on."""
     if kind.device.type != "cuda":
         return ""
-    return f"{torch.cuda.get_device_name(kind.device)} torch {torch.__version__} hf_posenc {VERSION} {kind}"
+    device = torch.cuda.get_device_name(kind.device)
+    return f"{device} torch {torch.__version__} CUDA {torch.version.cuda} hf_posenc {VERSION} {kind}"
 
 
 def _passed() -> frozenset[str]:
@@ -166,14 +177,14 @@ def _keep(line: str) -> None:
         logger.info("the self-test of FlexAttention cannot be kept in %s", PASSED)
 
 
-def _compare(kind: Kind, attend: Attend) -> str | None:
+def _compare(kind: Kind, attend: Callable[[Call], Any]) -> str | None:
     try:
         if kind.device.type == "cuda":
             torch.cuda.set_device(kind.device)  # each thread has its own current device
-        found = _results(kind, lambda call: attend(call, options(kind)))
+        found = _results(kind, attend)
+        wanted = _results(kind, reference.attend, torch.float64)
     except Exception as error:  # whatever compilers, drivers and devices may come up with
         return f"failed its self-test ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    wanted = _results(kind, reference.attend, torch.float64)
     for name, actual, expected in zip(COMPARED, found, wanted, strict=False):
         error_size = ((actual.double() - expected).abs().max() / expected.abs().max()).item()
         if not error_size <= TOLERANCE[kind.dtype]:  # NaN as well

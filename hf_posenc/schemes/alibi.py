@@ -128,4 +128,5 @@ class LinearBias(ScoreModule):
         windows = None if self.windows is None else constant(self.windows, torch.int64, like)
         if self.slopes is not None:
             return Slopes(self.slopes.to(dtype), windows)
-        return Slopes(constant(self.start, dtype, like), windows, ("slopes", *self.start))
+        name = None if windows is not None else ("slopes", *self.start)
+        return Slopes(constant(self.start, dtype, like), windows, name)

@@ -35,6 +35,7 @@ from hf_posenc.core.positions import Positions, pack, unpack
 from hf_posenc.engines import banded, decode, dispatch, reference, toeplitz
 from hf_posenc.engines.dispatch import choose, find_engine
 from hf_posenc.engines.spans import SpanEngine
+from hf_posenc.schemes.alibi import Alibi
 
 FLOORS = {engine: engine.floors for engine in dispatch.ENGINES}
 
@@ -482,6 +483,15 @@ def test_which_engine(monkeypatch):
         which_engine(tiny("llama"), 4096)
     with pytest.raises(ValueError, match="cannot compute this call"):
         which_engine(patch_model(tiny("llama"), "shaw", attention="banded"), 4096)
+
+
+@torch.no_grad()
+def test_layers_with_and_without_windows_of_heads_keep_biases_of_their_own():
+    """What layers compute of positions is kept for the next ones, in a step of generation too."""
+    schemes = [Alibi(layers=[0]), Alibi(layers=[1], windows=[2, 2, 3, 3])]
+    model, ids = patch_model(tiny("llama"), schemes), tokens(1, 1101)
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    assert_same(model(ids[:, -1:], past_key_values=cache).logits, model(ids, use_cache=False).logits[:, -1:])
 
 
 OTHERS = {f"far_rope {kind}": ("far_rope", {"kind": kind}) for kind in ("rerope", "self_extend", "dual_chunk")}

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -267,6 +269,32 @@ def test_wrong_kernels_fail(what, gradients, finding, dense, untried, monkeypatc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert finding in fault("added", gradients=gradients)  # which warns no second time
+
+
+def test_an_interrupted_trial_was_none(dense, untried, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flex, "compiled", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fault("added")
+    monkeypatch.setattr(flex, "compiled", lambda: failing)
+    with pytest.warns(UserWarning, match="failed its self-test"):
+        assert fault("added") is not None
+
+
+def test_a_mask_does_not_keep_its_positions(dense):
+    """Or a forward pass would leave its tensors on the device until Python looks for circles."""
+    positions = dataclasses.replace(Positions.causal(150), memo={})
+    tensors = inputs(positions, 4, 2, torch.float32)
+    find_engine("flex").attend(call_of(MODULES["alibi"](4), *tensors, positions))
+    (mask,) = (weakref.ref(each) for key, each in positions.memo.items() if key[0] == "block mask")
+    gc.disable()
+    try:
+        del positions, tensors
+        assert mask() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
