@@ -4,7 +4,7 @@
 python scripts/measure_swaps.py CHECKPOINT TEXT --schemes t5 alibi --json results.json
 
 For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
-fine-tuned at the rate of the calibrated starts, as the control. The start `outputs` is calibrated as by default; the
+fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `outputs` is calibrated as by default; the
 starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
 tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
 on where it was.
@@ -35,6 +35,7 @@ SCHEMES = {
     **{
         f"transformer_xl_{count}_far": ("transformer_xl", {"frequencies": count, "longest": 10000}) for count in (8, 16)
     },
+    "transformer_xl_16_further": ("transformer_xl", {"longest": 32768}),
     "shaw": ("shaw", {}),
     "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
     "window": ("rope", {"window": 512}),
@@ -198,7 +199,8 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
     settings = {"tokens_at": options.tokens}
     batch_size = options.batch_size
     for seed in options.seeds:
-        if (name := f"control, seed {seed}") not in results["runs"]:
+        fine_tunes = any(start not in options.untrained for start in options.starts)
+        if fine_tunes and (name := f"control, seed {seed}") not in results["runs"]:
             base = load(checkpoint)
             before = measure(base, held)
             after = fine_tune(base, train, held, rate=options.rate, batch_size=batch_size, seed=seed, **settings)
