@@ -13,8 +13,7 @@ from .checkpoints.auto_classes import announce_when_imported
 _PUBLIC_NAMES = {
     ".api": "is_patched patch_model patched schemes_of unpatch_model",
     ".calibration.calibrate": "Calibration Matching calibrate",
-    ".calibration.choices": "LayerChoice PairChoice choose_layers choose_pairs",
-    ".calibration.frequency_search": "FrequencySearch search_frequencies",
+    ".calibration.choices": "LayerChoice choose_layers",
     ".core.attention_call": "Call",
     ".checking.check": "check",
     ".checking.describe": "describe which_engine",

@@ -8,16 +8,7 @@ from .api import (
     unpatch_model as unpatch_model,
 )
 from .calibration.calibrate import Calibration as Calibration, Matching as Matching, calibrate as calibrate
-from .calibration.choices import (
-    LayerChoice as LayerChoice,
-    PairChoice as PairChoice,
-    choose_layers as choose_layers,
-    choose_pairs as choose_pairs,
-)
-from .calibration.frequency_search import (
-    FrequencySearch as FrequencySearch,
-    search_frequencies as search_frequencies,
-)
+from .calibration.choices import LayerChoice as LayerChoice, choose_layers as choose_layers
 from .core.attention_call import Call as Call
 from .checking.check import check as check
 from .checking.describe import describe as describe, which_engine as which_engine

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from measure_swaps import loss_by_length, loss_by_tokens
 
-from hf_posenc.analysis import Decay, decay, frequencies, plots, scheme_vectors
+from hf_posenc.analysis import Decay, decay, plots, scheme_vectors
 from hf_posenc.theory import wave_decay
 
 TRAINED = 512
@@ -46,18 +46,6 @@ def decay_both_ways() -> Any:
     found = {name: wave_decay(128, theta) for name, theta in schedules.items()}
     curves = {name: Decay(name, each.distances, each.integral.real[None, None]) for name, each in found.items()}
     return plots.decay_curves(curves, title="The integral of cos(d theta(t)), for four schedules of frequencies")
-
-
-def waves() -> Any:
-    found = []
-    for label, scaling in (
-        ("rope", None),
-        ("linear 4x", {"rope_type": "linear", "factor": 4.0}),
-        ("YaRN 4x", {"rope_type": "yarn", "factor": 4.0}),
-    ):
-        (each,) = frequencies("rope", trained_length=512, scaling=scaling)
-        found.append(type(each)(label, each.frequencies, each.trained_length))
-    return plots.wavelengths(found, title="Which pairs of RoPE ever complete a turn")
 
 
 def cost_of_swaps() -> Any:
@@ -102,7 +90,6 @@ GALLERY: dict[str, Callable[[], Any]] = {
     ),
     "decay": decay_of_schemes,
     "decay-integrals": decay_both_ways,
-    "wavelengths": waves,
     "calibration": cost_of_swaps,
     "reach": reach_of_swaps,
 }

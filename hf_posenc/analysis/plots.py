@@ -1,4 +1,4 @@
-"""Figures of evaluations, analyses and calibrations. They need matplotlib.
+"""Figures of evaluations and analyses. They need matplotlib.
 
 Every function returns a `matplotlib.figure.Figure` that belongs to no window and no global state. `save` writes it.
 Every function has the keyword `title`, a text above the axes. It raises ValueError if there is nothing to draw, and
@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from ..calibration.report import Calibration, LayerFit
     from .decay import Decay
-    from .frequencies import Frequencies
 
 __all__ = [
-    "calibration",
     "check_installed",
     "decay_curves",
     "loss_by_position",
@@ -38,7 +34,6 @@ __all__ = [
     "retrieval_heat_map",
     "save",
     "similarity_matrix",
-    "wavelengths",
 ]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
@@ -284,100 +279,3 @@ def decay_curves(curves: Mapping[str, Decay], *, heads: bool = False, title: str
             for row in curve.scores.flatten(0, 1)[:, order].tolist() if heads else ():
                 axes.plot(x, row, color=mean.get_color(), marker="", linestyle="-", linewidth=0.7, alpha=0.45)
     return figure
-
-
-def wavelengths(found: Sequence[Frequencies], *, title: str = "") -> Figure:
-    """Draw wavelengths against the trained length. Longer waves never complete a turn in training.
-
-    Args:
-        found: results of `hf_posenc.analysis.frequencies`, all for the same trained length. Waves with frequency 0 are
-            not drawn, but count in the legend.
-        title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no results, or their trained lengths differ.
-    """
-    trained = {each.trained_length for each in found}
-    if len(trained) != 1:
-        raise ValueError(f"all waves must have the same trained length, not {sorted(trained)}")
-    labels = [f"{each.label} ({each.completed} of {len(each.frequencies)} turn)" for each in found]
-    with _curves(labels, title, "pair of coordinates", "wavelength (tokens per turn)") as (figure, axes):
-        for label, each in zip(labels, found, strict=True):
-            axes.plot(each.wavelengths.tolist(), label=label, linestyle="none", markersize=3.6)
-        axes.set_yscale("log")
-        axes.axhline(*trained, label=f"trained length {found[0].trained_length:,}", **FAINT)
-    return figure
-
-
-def calibration(report: Calibration, *, title: str = "") -> Figure:
-    """Draw the result of a calibration, two panels for each layer.
-
-    The left panel shows the score that the base's positions add, and dashed the scheme's bias, a colour for each head.
-    Their means over pairs are subtracted, because the softmax ignores them. Factors of a scheme that multiplies scores
-    have a separate axis. The right panel shows the Kullback-Leibler divergence of each head from the base's attention
-    before calibration, after the closed forms, and at the end.
-
-    Args:
-        report: result of `hf_posenc.calibrate`.
-        title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if no layer was calibrated.
-    """
-    if not report.layers:
-        raise ValueError("no layer was calibrated: there is nothing to draw")
-    with _style():
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-
-        figure = Figure(figsize=(8.4, 1.1 + 1.9 * len(report.layers)), layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        grid = figure.subplots(len(report.layers), 2, squeeze=False)
-        for (curves, divergences), layer in zip(grid, report.layers, strict=True):
-            _plot_curves(curves, layer)
-            _plot_divergences(divergences, layer)
-        curves.set_xlabel("distance (tokens)")
-        divergences.set_xlabel("head")
-        names = ["base"] + [report.scheme] * any(each.scheme_curve is not None for each in report.layers)
-        dashes = zip(names, DASHES, strict=False)
-        handles = [Line2D([], [], color=GREY, linestyle=dash, label=name) for name, dash in dashes]
-        handles += divergences.get_lines()
-        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
-    return figure
-
-
-def _plot_curves(axes: Axes, layer: LayerFit) -> None:
-    """Draw the curves by distance of a layer, the base's and the scheme's."""
-    drawn = [(axes, _centred(layer.base_curve))]
-    if layer.scheme_curve is not None and layer.multiplies:
-        factor_axes = axes.twinx()
-        factor_axes.grid(False)
-        factor_axes.set_ylabel("factor")
-        drawn.append((factor_axes, layer.scheme_curve))
-    elif layer.scheme_curve is not None:
-        drawn.append((axes, _centred(layer.scheme_curve)))
-    for (target, curves), dash in zip(drawn, DASHES, strict=False):
-        for curve, colour in zip(curves.tolist(), cycle(COLOURS), strict=False):
-            target.plot(curve, color=colour, marker="", linestyle=dash, linewidth=0.9)
-    axes.set_xscale("symlog", base=2, linthresh=1)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_ylabel(f"layer {layer.index}\nscore (nats)")
-
-
-def _plot_divergences(axes: Axes, layer: LayerFit) -> None:
-    """Draw the divergences of a layer's heads. The heads' numbers have the colours of their curves."""
-    floor = 1e-6  # where heads agree to the last digit
-    for name, values in {"before": layer.before, "closed forms": layer.closed, "at the end": layer.after}.items():
-        axes.plot(values.clamp(min=floor).tolist(), label=name, linestyle="none")
-    axes.set_yscale("log")
-    axes.set_ylabel("KL (nats)")
-    heads = range(0, len(layer.before), math.ceil(len(layer.before) / 16))
-    axes.set_xticks(heads)
-    for head, tick in zip(heads, axes.get_xticklabels(), strict=True):
-        tick.set_color(COLOURS[head % len(COLOURS)])
-
-
-def _centred(curves: Tensor) -> Tensor:
-    """Return curves (H, T) minus their means over all pairs of a query and a key in a window."""
-    pairs = curves.new_tensor(range(curves.shape[1], 0, -1))
-    return curves - (curves * pairs).sum(-1, keepdim=True) / pairs.sum()

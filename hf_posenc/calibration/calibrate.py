@@ -134,12 +134,7 @@ class _Run:
             pair.model.config.position_encoding = entry
         else:
             self._record("closed_form" if stage == "closed_form" else "matching", losses)
-        layers = tuple(
-            LayerFit(
-                i, first.before[i], first.closed[i], after[i], first.chosen[i], first.base_curve[i], *pair.curve(i)
-            )
-            for i in pair.layers
-        )
+        layers = tuple(LayerFit(i, first.before[i], first.closed[i], after[i], first.chosen[i]) for i in pair.layers)
         fixed = tuple(each.name for each in pair.patch.schemes if each.hyperparameters().get("trainable") is False)
         scheme, count = pair.patch.name, self._count_tokens()
         return Calibration(scheme, layers, count, losses, stage, self.judge, put_back, fixed)

@@ -30,7 +30,6 @@ class FirstStage:
     Attributes:
         before: layer index -> `LayerFit.before`.
         closed: layer index -> `LayerFit.closed`.
-        base_curve: layer index -> `LayerFit.base_curve`.
         chosen: layer index -> `LayerFit.chosen`.
         losses: field of `HeldOutLoss` (`base`, `swapped`, `closed_form`) -> held-out loss.
         put_back: name of a first-stage result that the judge rejected -> its held-out loss, see `Calibration.put_back`.
@@ -39,7 +38,6 @@ class FirstStage:
 
     before: dict[int, Tensor]
     closed: dict[int, Tensor]
-    base_curve: dict[int, Tensor]
     chosen: dict[int, tuple[str, ...]]
     losses: dict[str, float]
     put_back: dict[str, float] = field(default_factory=dict)
@@ -89,13 +87,12 @@ def first_stage(pair: Pair, windows: int, judge: str) -> FirstStage:
     if modules:
         by_name = {index: {name: each[index] for name, each in targets.items()} for index in modules}
         _fit_all(pair, modules, {i: _target_by_head(chosen[i], by_name[i], unfitted[i]) for i in modules})
-    curves = {index: each.mean_difference.float().cpu() for index, each in averages.items()}
     del averages, targets, unfitted  # before the losses, whose logits take memory as well
     after = pair.divergence()
     loss = losses["closed_form"] = pair.loss()
     if not math.isfinite(losses["base"]):
         raise ValueError("the base's loss on the held-out windows is not finite: look for weights that are not finite")
-    result = FirstStage(divergences["as it was"], after, curves, chosen, losses)
+    result = FirstStage(divergences["as it was"], after, chosen, losses)
     if judge == "attention":
         if mean_divergence(after) > mean_divergence(result.before):
             put(candidates["as it was"])  # heads that share parameters cannot all have their best form

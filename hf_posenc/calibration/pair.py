@@ -361,16 +361,6 @@ class Pair:
         """Return layer index -> the scheme's module, where its parameters set numbers or vectors by distance."""
         return {index: owner for index, owner in self.owners.items() if is_by_distance(owner, self.like(index))}
 
-    def curve(self, index: int) -> tuple[Tensor | None, bool]:
-        """Return a layer's bias or factor by distance, (H, T) float32 on the CPU, and whether it is a factor.
-
-        The first is None if the layer has no such curve.
-        """
-        form = self.owners[index].form(self.like(index)) if index in self.owners else None
-        if form is None or (curve := form.curve(self.held.shape[1])) is None:
-            return None, False
-        return curve.detach().float().cpu(), form.multiplies
-
     def _find_score_weights(self) -> None:
         """Fill `query_key`, `value_parts` and `projections`."""
         _, call = self.layer_calls(self.train[:1, :TRACED])

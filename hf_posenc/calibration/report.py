@@ -54,10 +54,6 @@ class LayerFit(Result):
         closed: (H,) the same divergence after the closed forms.
         after: (H,) the same divergence at the end.
         chosen: name of the closed form of each head, see `CANDIDATES`.
-        base_curve: (H, T) mean by distance of what the base's positions add to a score, with the queries and keys from
-            before the closed forms.
-        scheme_curve: (H, T) the scheme's bias or factor by distance at the end; None if the scheme has no such curve.
-        multiplies: whether the scheme's curve is a factor of the score; otherwise it is a bias.
     """
 
     index: int
@@ -65,9 +61,6 @@ class LayerFit(Result):
     closed: Tensor
     after: Tensor
     chosen: tuple[str, ...]
-    base_curve: Tensor
-    scheme_curve: Tensor | None
-    multiplies: bool
 
 
 @dataclass(frozen=True)

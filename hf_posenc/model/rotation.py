@@ -146,19 +146,6 @@ class BaseRotation:
                 warnings.warn(warning, stacklevel=2)
         return scheme
 
-    def at_length(self, scheme: RotaryScheme, length: int) -> dict[Any, tuple[tuple[float, ...], float]]:
-        """Return layer type -> frequencies and attention factor of a scheme in a context of `length` tokens.
-
-        The layer type is None where all layers rotate alike. A type that no layer has gets no frequencies.
-        """
-        parameters = self.parameters(self._complete(scheme))
-        assert parameters is not None
-        shape = (self.coordinates, 1, 1) if self.coordinates else (1, 1)
-        with torch.device("cpu"):
-            last = torch.full(shape, length - 1)
-            found = read_frequencies(self.make(parameters), parameters, self.family.rotation, last)
-        return {layer_type: (read.frequencies, read.factor) for layer_type, read in found.items()}
-
     def is_stock(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> bool:
         """Return whether a stock class would rotate layers of a patched model as their fitted scheme does."""
         parameters = scheme.rope_parameters()

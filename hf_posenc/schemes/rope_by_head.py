@@ -32,8 +32,7 @@ class RopeByHead(RotatedScheme):
     group have the pairs of their key-value head.
     Beyond the training length: no limit, as `rope`. Fewer pairs get angles that they never saw.
     Deviations: the paper goes on to compress the unrotated dimensions of keys, together with the values. Here they stay
-    as they are. A factor of the base on cosines and sines (YaRN's) stays on all pairs that the base rotates. The choice
-    itself is `choose_pairs`.
+    as they are. A factor of the base on cosines and sines (YaRN's) stays on all pairs that the base rotates.
     Source: Ji et al. 2025, arXiv:2502.14837.
 
     Frequencies, rotated dimensions and YaRN's factor are the base's own, layer by layer. Layers that the base does not

@@ -23,7 +23,7 @@ from hf_posenc.calibration.closed_forms import RIDGE, coefficients, target_of
 from hf_posenc.calibration.matching import Matching, add_output_gradients
 from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair
-from hf_posenc.core.modules import PositionModule, Shared
+from hf_posenc.core.modules import PositionModule
 from hf_posenc.model.patch_record import patch_of
 from hf_posenc.schemes.t5 import T5
 
@@ -661,28 +661,15 @@ def test_a_loaded_model_needs_its_base(tmp_path):
     assert logits(stock).equal(logits(tiny("llama")))
 
 
-@pytest.mark.rows(default=2)
-@pytest.mark.parametrize(
-    ("scheme", "factor"), [("alibi", False), ("kerple", False), ("da_transformer", True), ("shaw", None)]
-)
-def test_the_report_has_the_curves_and_goes_to_json(scheme, factor):
-    """Also of a scheme that has nothing to train; a scheme whose scores are no curve has none."""
-    model = patch_model(tiny("llama"), scheme, seed=0)
-    report = calibrate(model, windows(), matching=None)
+def test_the_report_goes_to_json():
+    """Also of a scheme that has nothing to train."""
+    report = calibrate(patch_model(tiny("llama"), "alibi"), windows(), matching=None)
     written = json.loads(json.dumps(report.to_dict()))
-    assert written["scheme"] == scheme
+    assert written["scheme"] == "alibi"
     assert [each["index"] for each in written["layers"]] == [0, 1]
     for layer, said in zip(report.layers, written["layers"], strict=True):
         assert set(said) == {field.name for field in dataclasses.fields(layer)}
-        assert layer.base_curve.shape == (4, LENGTH)
         assert said["after"] == layer.after.tolist()
-        assert said["multiplies"] is bool(factor)
-        if factor is None:
-            assert said["scheme_curve"] is layer.scheme_curve is None
-        else:
-            placed = model.model.layers[layer.index].self_attn.posenc
-            owner = placed.owner() if isinstance(placed, Shared) else placed
-            assert layer.scheme_curve.equal(owner.form(torch.empty(0)).curve(LENGTH).detach())
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

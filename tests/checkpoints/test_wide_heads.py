@@ -28,6 +28,8 @@ HELD = (
 ).split()
 """Types whose swapped models a stock class holds. Whatever else is served must be refused."""
 
+BRING = "HF_POSENC_SMOLLM2=FOLDER runs this; scripts/get_smollm2.py FOLDER brings it"
+
 TOLERANCE = 3e-5
 """Of logits, relative to the largest: two orders of float32 sums."""
 

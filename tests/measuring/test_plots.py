@@ -11,7 +11,6 @@ import torch
 
 from hf_posenc import analysis
 from hf_posenc.analysis import plots
-from hf_posenc.calibration.report import Calibration, HeldOutLoss, LayerFit
 
 pytest.importorskip("matplotlib", reason="pip install matplotlib runs this")
 
@@ -34,20 +33,8 @@ def figures():
     yield "retrieval", lambda: plots.retrieval_heat_map(CELLS, title="Passkey")
     yield "similarity", lambda: plots.similarity_matrix(analysis.scheme_vectors("sinusoidal", 20))
     yield "decay", lambda: plots.decay_curves({s: analysis.decay(s, 30) for s in ("rope", "shaw")}, heads=True)
-    yield "wavelengths", lambda: plots.wavelengths(analysis.frequencies("rope"))
-    yield "calibration", lambda: plots.calibration(REPORT, title="Calibration")
 
 
-def fit(index, curve, *, multiplies=False):
-    """What calibration could have done to a layer of two heads."""
-    before, closed, after = (torch.tensor([share, share / 2]) for share in (1.0, 0.4, 0.0))
-    base = torch.tensor([[4.0, 1.0, 1.0, 0.0], [0.0, -1.0, -2.0, -3.0]])
-    return LayerFit(index, before, closed, after, ("bias", "as it was"), base, curve, multiplies)
-
-
-CURVE = torch.tensor([[3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
-LOSSES = HeldOutLoss(1.0, 3.0, 2.0, 1.5)
-REPORT = Calibration("some", (fit(1, CURVE), fit(4, CURVE, multiplies=True), fit(5, None)), 1000, LOSSES, "attention")
 FIGURES = dict(figures())
 
 
@@ -100,37 +87,9 @@ def test_scheme_pictures_are_the_numbers():
     assert len(plots.decay_curves({"alibi": curve}, heads=True).axes[0].lines) == 9
 
 
-def test_wavelengths_and_trained_length():
-    axes = FIGURES["wavelengths"]().axes[0]
-    assert axes.lines[0].get_ydata()[0] == pytest.approx(2 * math.pi, rel=1e-6)
-    assert axes.get_legend().get_texts()[0].get_text() == "rope (16 of 32 turn)"
-    with pytest.raises(ValueError, match="the same trained length"):
-        plots.wavelengths(analysis.frequencies("rope") + analysis.frequencies("rope", trained_length=64))
-
-
-def test_calibration_shows_curves_and_divergences():
-    """Curves less their mean over pairs, of which a window of 4 has 4, 3, 2 and 1; factors on an axis of their own."""
-    figure = plots.calibration(REPORT)
-    left, right = figure.axes[0:6:2], figure.axes[1:6:2]
-    (beside,) = figure.axes[6:]
-    drawn = [list(line.get_ydata()) for line in left[0].lines]
-    assert drawn[0] == pytest.approx([4 - 2.1, 1 - 2.1, 1 - 2.1, -2.1])
-    assert drawn[1:] == [[1, 0, -1, -2], [1, 0, -1, -2], [0, 0, 0, 0]]
-    assert [len(axes.lines) for axes in left] == [4, 2, 2]
-    assert [list(line.get_ydata()) for line in beside.lines] == CURVE.tolist()
-    assert left[0].lines[0].get_color() == left[0].lines[2].get_color() != left[0].lines[1].get_color()
-    assert left[0].lines[0].get_linestyle() != left[0].lines[2].get_linestyle()
-    shown = {line.get_label(): list(line.get_ydata()) for line in right[0].lines}
-    assert list(shown) == ["before", "closed forms", "at the end"]
-    assert shown["closed forms"] == pytest.approx([0.4, 0.2])
-    assert shown["at the end"] == pytest.approx([1e-6, 1e-6])  # as low as the axis goes
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["base", "some", *shown]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plots.calibration(Calibration("some", (), 0, LOSSES, "nothing")), "nothing to draw"),
         (lambda: plots.loss_curve({}), "nothing to draw"),
         (lambda: plots.retrieval_heat_map([*CELLS, CELLS[0]]), "two cells"),
         (lambda: plots.save(FIGURES["loss"](), "figure.xyz"), "'xyz' is not supported"),

@@ -17,7 +17,9 @@ from hf_posenc import patch_model, unpatch_model
 DEVICE = os.environ.get("HF_POSENC_DEVICE") or ("cuda" if torch.cuda.is_available() else None)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE is None, reason="there is no CUDA device"),
+    pytest.mark.skipif(
+        DEVICE is None, reason="there is no CUDA device; HF_POSENC_DEVICE=cpu runs the tests without one"
+    ),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("error:FlexAttention on"),

@@ -1,4 +1,4 @@
-"""rope_by_head: the base's rotation in chosen pairs of each head, how pairs are chosen, and the calibration of the rest."""
+"""rope_by_head: the base's rotation in chosen pairs of each head, and the calibration of the rest."""
 
 import json
 from dataclasses import replace
@@ -7,15 +7,12 @@ import pytest
 import torch
 from cases import attend, dot, rope_frequencies, turn
 from decoders import decoder
-from families import LONGROPE, YARN, tiny, tokens
+from families import YARN, tiny, tokens
 from transformers import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import (
-    AlreadyPatchedError,
-    UnsupportedModelError,
     calibrate,
-    choose_pairs,
     describe,
     patch_model,
     patched,
@@ -23,7 +20,6 @@ from hf_posenc import (
     unpatch_model,
     verify,
 )
-from hf_posenc.calibration.choices import PairChoice
 from hf_posenc.engines import reference
 from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.rope_by_head import RopeByHead
@@ -140,57 +136,6 @@ def by_distance(model, ids):
     at = torch.arange(ids.shape[1])
     phases = torch.exp(1j * (at[:, None] - at)[..., None] * w)
     return torch.einsum("nbhij,iju->nhu", weights.to(phases.dtype), phases) / ids.numel()
-
-
-@pytest.mark.parametrize(
-    ("family", "config"), [("llama", {"rope_parameters": YARN}), ("gemma2", {})], ids=["yarn", "softcap"]
-)
-def test_divergence_is_that_of_a_scheme_without_the_pair(family, config):
-    """From the weights of eager attention, stock and with rope_by_head in one layer."""
-    model, ids = tiny(family, attn_implementation="eager", **config), tokens(2, 16)
-    choice = choose_pairs(model, ids)
-    assert (choice.layers, choice.every_layer) == ((0, 1), True)
-
-    def weights(layer):
-        with torch.no_grad():
-            return model(ids, output_attentions=True, use_cache=False).attentions[layer].double()
-
-    for layer, (head, pair) in ((0, (1, 0)), (1, (0, 2))):
-        lists = [[0, 1, 2, 3], [0, 1, 2, 3]]
-        lists[head] = [u for u in range(4) if u != pair]
-        p = weights(layer)
-        with patched(model, RopeByHead(pairs=[lists], layers=[layer])):
-            q = weights(layer)
-        kl = torch.where(p > 0, p * (p / q.clamp(min=1e-30)).log(), 0).sum(-1).mean((0, 2)).view(2, 2).mean(1)
-        assert choice.numbers[layer][head][pair] == pytest.approx(kl[head].item(), rel=1e-3)
-        assert kl[head] > 1e-4
-        assert kl[1 - head] == pytest.approx(0, abs=1e-6)
-
-
-def test_a_share_of_the_pairs_is_kept():
-    choice = PairChoice((0, 2), False, (((5.0, 4.0), (1.0, 0.0)), ((3.0, 9.0), (8.0, 7.0))))
-    assert choice.scheme(0.5).pairs == (((0,), ()), ((1,), (0, 1)))
-    assert choice.scheme(0.01).pairs == (((), ()), ((1,), ()))  # one at least
-    assert choice.scheme(1).pairs == (((0, 1), (0, 1)),) * 2
-    assert choice.scheme(1.0).layers == (0, 2)
-    assert replace(choice, every_layer=True).scheme(1.0).layers is None
-    assert json.loads(json.dumps(choice.to_dict()))["numbers"][1][0][1] == 9.0
-    assert str(choice).splitlines()[-1].split() == ["2", "11", "16"]
-    for keep in (0, 1.5, True, "half"):
-        with pytest.raises(ValueError, match="keep must be"):
-            choice.scheme(keep)
-
-
-def test_what_choose_pairs_refuses():
-    model = tiny("llama", rope_parameters=LONGROPE)
-    with pytest.raises(UnsupportedModelError, match="depend on the length"):
-        choose_pairs(model, tokens(2, 16))
-    with pytest.raises(UnsupportedModelError, match="does not rotate"):
-        choose_pairs(tiny("gpt2"), tokens(2, 16))
-    with pytest.raises(ValueError, match="tokens must be integers"):
-        choose_pairs(tiny("llama"), [1, 2])
-    with pytest.raises(AlreadyPatchedError):
-        choose_pairs(patch_model(tiny("llama"), "rope_by_head", pairs=[0]), tokens(2, 16))
 
 
 # ---------------------------------------------------------------------------------------------------------- calibration

@@ -310,13 +310,11 @@ ELSEWHERE = {
     "calibrate": "test_calibration",
     "check": "test_check",
     "choose_layers": "test_layer_choice",
-    "choose_pairs": "test_rope_by_head",
     "context_group": "test_distributed",
     "context_parallel": "test_distributed",
     "export_gguf": "test_gguf",
     "load_adapter": "test_lora",
     "lora_config": "test_lora",
-    "search_frequencies": "test_frequency_search",
     "shard_sequence": "test_distributed",
 }
 """Function -> the file whose tests give each of its keywords."""
