@@ -137,8 +137,8 @@ def _numbers(call: Call) -> tuple[Tensor | None, Tensor]:
 def _balanced(numbers: Tensor, positions: Positions | DensePositions) -> Tensor:
     """Return numbers of keys as they are, whose gradients get the mean over the keys of each document taken off.
 
-    Gradients of a query's scores sum to 0, so those of a document's keys do, but for rounding in 16 bits, which sums over
-    many tokens would add up.
+    Gradients of a query's scores sum to 0, so those of a document's keys do, but for rounding in 16 bits, which sums
+    over many tokens would add up.
     """
     if not (torch.is_grad_enabled() and numbers.requires_grad):
         return numbers

@@ -28,10 +28,13 @@ HELD = (
 ).split()
 """Types whose swapped models a stock class holds. Whatever else is served must be refused."""
 
-BRING = "HF_POSENC_SMOLLM2=FOLDER runs this; scripts/get_smollm2.py FOLDER brings it"
-
 TOLERANCE = 3e-5
 """Of logits, relative to the largest: two orders of float32 sums."""
+
+
+def on_a_real_model(test):
+    reason = "HF_POSENC_SMOLLM2=FOLDER runs this; scripts/get_smollm2.py FOLDER brings it"
+    return pytest.mark.slow(pytest.mark.skipif("HF_POSENC_SMOLLM2" not in os.environ, reason=reason)(test))
 
 
 def made(model, seed=0, **scheme):
@@ -189,11 +192,28 @@ def test_wrong_sizes_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "HF_POSENC_SMOLLM2" not in os.environ,
-    reason="HF_POSENC_SMOLLM2=FOLDER runs this; scripts/get_smollm2.py FOLDER brings it",
-)
+@on_a_real_model
+@torch.no_grad()
+def test_alibi_of_a_real_model_within_1024_tokens(tmp_path):
+    """Trained weights, whose scores spread; 30 layers."""
+    model = AutoModelForCausalLM.from_pretrained(os.environ["HF_POSENC_SMOLLM2"], dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(os.environ["HF_POSENC_SMOLLM2"])
+    ids = tokenizer(inspect.getsource(argparse), return_tensors="pt", verbose=False).input_ids[:, :1024]
+    unpatched = model(ids).logits.log_softmax(-1)
+    export_stock(patch_model(model, "alibi"), tmp_path, length=1024)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert stock.config.head_dim <= 128
+    expected, found = (each(ids).logits.log_softmax(-1) for each in (model, stock))
+
+    def divergence(other):
+        return (expected.exp() * (expected - other)).sum(-1).mean()
+
+    assert divergence(found) < 1e-5
+    assert (expected.argmax(-1) == found.argmax(-1)).float().mean() > 0.995
+    assert divergence(unpatched) > 0.1
+
+
+@on_a_real_model
 def test_a_real_model_writes_the_same_words(tmp_path):
     """Trained weights, 30 layers, 2,000 tokens, after closed forms: greedy words of the stock class."""
     model = AutoModelForCausalLM.from_pretrained(os.environ["HF_POSENC_SMOLLM2"], dtype=torch.float32)

@@ -323,22 +323,6 @@ def test_a_rotary_module_of_which_the_config_says_nothing_is_refused():
 @pytest.mark.parametrize(
     ("field", "value"), [("scaling", {"rope_type": "linear", "factor": 8.0}), ("rope_theta", 5e6)], ids=str
 )
-def test_a_value_for_one_layer_type_or_for_its_layers(field, value, tmp_path):
-    """Gemma 3 is stretched in its global layers only."""
-    wanted = patch_model(tiny("gemma3"), "rope", **{field: {"full_attention": value}})
-    model = patch_model(tiny("gemma3"), "rope", layers="full_attention", **{field: value})
-    assert distance(model(tokens()).logits, wanted(tokens()).logits) == 0
-    with pytest.raises(hf_posenc.UnsupportedModelError, match="no stock class computes"):
-        export_stock(model, tmp_path / "stock")
-    export_stock(wanted, tmp_path / "stock")
-    again = type(tiny("gemma3")).from_pretrained(tmp_path / "stock")
-    assert distance(again(tokens()).logits, wanted(tokens()).logits) < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("field", "value"), [("scaling", {"rope_type": "linear", "factor": 8.0}), ("rope_theta", 5e6)], ids=str
-)
 def test_one_value_for_layer_types_that_rotate_differently(field, value, tmp_path, recwarn):
     """Gemma 3 is stretched in its global layers only; OLMo 3 scales only these."""
     with pytest.warns(UserWarning, match=f"{field} is one value for .*give {field}={{'full_attention': "):
