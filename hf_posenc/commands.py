@@ -10,7 +10,7 @@ from inspect import getdoc
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from . import loading
@@ -18,9 +18,10 @@ from .api import parse_schemes
 from .checking.catalogue import language_type, refused_types, served_type
 from .checking.check import check as check_model
 from .checking.describe import describe
+from .checking.other_engines import Target
 from .checking.verify import verify as verify_model
 from .checkpoints import files, hub
-from .checkpoints.export import export_stock
+from .checkpoints.export import engines_that_run, export_stock
 from .checkpoints.gguf_export import export_gguf
 from .core.command_arguments import Dtype, hyperparameters, meanings
 from .core.errors import PluginError, UnsupportedModelError
@@ -132,12 +133,18 @@ def verify(checkpoint: str, *, dtype: Dtype = "auto") -> int:
 
 def check(
     checkpoint: str,
+    served: str | None = None,
     *,
     json: Path | None = None,
     trust_remote_code: bool = False,
     dtype: Dtype = "auto",
+    engine: Literal["vllm", "llama.cpp", "transformers"] | None = None,
+    python: str = sys.executable,
+    length: int | None = None,
 ) -> int:
     """Run a checkpoint on short random tokens, and report what its positions do and what is wrong.
+
+    With --engine: does another engine compute the same? If not, which fact about positions does it get wrong?
 
     The report says which part of each head turns and how fast, and is about scaling, the causal mask, left
     padding, packing and the cache. Exit status: 0 if nothing wrong was found, 1 if something was, 2 if the checkpoint
@@ -146,18 +153,32 @@ def check(
     Examples:
       hf-posenc check runs/yarn/checkpoint-500
       hf-posenc check me/fork --trust-remote-code --json check.json
+      hf-posenc check runs/xl/model runs/xl/stock --engine vllm --python ~/vllm/bin/python
+      hf-posenc check runs/xl/model xl.gguf --engine llama.cpp
+      hf-posenc check runs/xl/model http://localhost:8000 --engine vllm
 
     Args:
         checkpoint: directory or Hub id of any causal language model.
+        served: what the engine runs: a directory, a GGUF file, or the address of a server; by default the checkpoint.
         json: JSON file to write, with all outcomes and numbers.
         trust_remote_code: run the code that lies beside the weights; read it first.
-        dtype: dtype of the weights; auto is the dtype they were saved in.
+        dtype: dtype of the weights; auto is the dtype they were saved in. With --engine that of the engine, float32.
+        engine: compare with this engine, by log-probabilities of the same tokens.
+        python: the Python in which the engine is installed.
+        length: most tokens of a prompt for the engine, 4,096 by default.
     """
+    target = None
+    if engine is not None:
+        target = Target(engine, served or checkpoint, python, "float32" if dtype == "auto" else dtype)
+    elif served is not None or length is not None:
+        raise ValueError("what an engine serves, and --length, go with --engine")
     _print_loading(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(
-        hub.checkpoint_name(checkpoint), dtype=dtype, trust_remote_code=trust_remote_code
+        hub.checkpoint_name(checkpoint), dtype="float32" if target else dtype, trust_remote_code=trust_remote_code
     )
-    report = check_model(model)
+    if target is not None:
+        print(f"asking {engine} for log-probabilities of {target.served} ...", file=sys.stderr, flush=True)
+    report = check_model(model, engine=target, length=length)
     print(report)
     if json:
         json.write_text(json_format.dumps(report.to_dict(), indent=1))
@@ -213,6 +234,7 @@ def export(
     dtype: Literal["float32", "float16", "q8_0"] | None = None,
     no_tokenizer: bool = False,
     length: int | None = None,
+    head_dim: int | None = None,
 ) -> int:
     """Write a patched checkpoint for other engines: a stock checkpoint, or a GGUF file for llama.cpp.
 
@@ -227,14 +249,15 @@ def export(
         dtype: dtype of a GGUF file's matrices, float32 by default.
         no_tokenizer: write no tokenizer: the file takes token ids.
         length: tokens that a server shall take, `max_position_embeddings` of the config: for transformer_xl and alibi.
+        head_dim: size of the wider heads of transformer_xl and alibi; 128 and 256 suit all kernels.
     """
     if output.exists():
         raise FileExistsError(f"{output} exists already")
     is_gguf = output.suffix == ".gguf"
     if dtype is not None and not is_gguf:
         raise ValueError("--dtype is for GGUF files: a stock checkpoint keeps the dtype of its weights")
-    if length is not None and is_gguf:
-        raise ValueError("--length is for stock checkpoints: llama.cpp takes -c")
+    if is_gguf and not length is head_dim is None:
+        raise ValueError("--length and --head-dim are for stock checkpoints: llama.cpp takes -c")
     if loading.inspect(hub.checkpoint_name(checkpoint)).scheme is None:
         raise ValueError(f"{checkpoint} is a stock checkpoint already: use it, or llama.cpp's own converter, as it is")
     _print_loading(checkpoint)
@@ -242,11 +265,14 @@ def export(
     tokenizer = None if no_tokenizer else _tokenizer(checkpoint)
     if is_gguf:
         export_gguf(model, output, tokenizer=tokenizer, dtype=dtype or "float32")
+        runs = "runs in llama.cpp"
     else:
         with files.new_folder(output) as folder:
-            export_stock(model, folder, tokenizer=tokenizer, length=length)
+            export_stock(model, folder, tokenizer=tokenizer, length=length, head_dim=head_dim)
+            runs = engines_that_run(AutoConfig.from_pretrained(folder))
     lacks = "" if tokenizer or no_tokenizer else ": the checkpoint has none"
     print(f"saved in {output}" + ("" if tokenizer else f", without a tokenizer{lacks}"))
+    print(f"it {runs}: `hf-posenc check {checkpoint} {output} --engine ...` compares")
     return 0
 
 

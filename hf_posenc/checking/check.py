@@ -13,7 +13,9 @@ from ..core.errors import UnsupportedModelError
 from ..families.base import base_model_type
 from ..model.patch_record import language_model
 from .behaviour import QUESTIONS, cache_outcome, number_outcomes
+from .conformance import engine_outcomes
 from .fingerprint import LENGTHS, fingerprint
+from .other_engines import Target
 from .report import CheckReport, Outcome
 from .rotation import beyond_outcomes, rotation_outcomes
 from .runner import FAILURES, InFloat32, NotMeasuredError, trial, unwrapped
@@ -24,7 +26,9 @@ Measure = Callable[[], "Outcome | Iterator[Outcome]"]
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel, *, seed: int = 0) -> CheckReport:
+def check(
+    model: PreTrainedModel, *, seed: int = 0, engine: Target | None = None, length: int | None = None
+) -> CheckReport:
     """Measure what the positions of a model do, stock, forked or patched, and report what is wrong.
 
     The model runs on short random tokens. Nothing is taken from the config alone:
@@ -42,16 +46,23 @@ def check(model: PreTrainedModel, *, seed: int = 0) -> CheckReport:
     Positions are measured in float32 whatever the dtype of the model, unless it has kernels for half precision
     only. The model is left as it was: weights, buffers, hooks, mode, random state.
 
+    With `engine` the question is another one: does that engine compute the same as this model? It is asked for
+    log-probabilities of a prompt, of one in several chunks, of greedy continuations, behind a cached prefix, and beyond
+    `original_max_position_embeddings`. Where they differ, models with one fact about positions wrong are tried, and
+    the one that agrees with the engine is named. Give the model in float32.
+
     Args:
         model: a model of transformers or of anybody's code on top of it, on any device, in any mode.
         seed: seed of the tokens.
+        engine: `Target("vllm", FOLDER)`, for example: an engine, and what it runs.
+        length: most tokens of a prompt for an engine; None means 4,096.
 
     Returns:
         A report, which is true if nothing wrong was found.
 
     Raises:
         UnsupportedModelError: if the model is wrapped (DistributedDataParallel), sharded (FSDP), offloaded or on the
-            meta device, or is an encoder-decoder.
+            meta device, or is an encoder-decoder; or if the engine cannot run.
     """
     model = language_model(unwrapped(model, "check the model"))
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -59,7 +70,8 @@ def check(model: PreTrainedModel, *, seed: int = 0) -> CheckReport:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder: only decoders can be checked")
     with trial(model):
-        outcomes = tuple(_outcomes(Subject(model, seed)))
+        subject = Subject(model, seed)
+        outcomes = tuple(_outcomes(subject) if engine is None else engine_outcomes(subject, engine, length))
     attention = model.config._attn_implementation or "eager"
     name = f"{type(model).__name__} ({base_model_type(model.config)}), {str(model.dtype)[6:]}, {attention}"
     return CheckReport(name, outcomes)

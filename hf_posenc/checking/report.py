@@ -38,6 +38,19 @@ ADVICE = {
     "chunk": "count on from the cached tokens, and mask for each token of a step; until then no prefill_chunk_size",
     "crop": "count from past_key_values.get_seq_length(); until then no assistant model and no prompt lookup",
     "scheme": "see `hf_posenc.verify`: the patch is not what its scheme says",
+    "factor": "write the attention factor where this engine reads it, or fold it into the query projection",
+    "factors": "give both lists the same numbers, and original_max_position_embeddings the length that is served",
+    "patch ignored": "serve what `hf-posenc export` writes, or install hf_posenc where the engine runs",
+    "no positions": "the engine drops what the model adds: serve what `hf-posenc export` writes",
+    "parameters": "export the model again: trained parameters and hyper-parameters of the scheme got lost",
+    "prompt": "see below for the cause",
+    "chunks": "see below for the cause; where single prompts agree, let prompts be computed at once",
+    "decoding": "see below for the cause; where prompts agree, the engine's kernel for single tokens differs",
+    "cached prefix": "see below for the cause; where the rest agrees, switch the prefix cache off",
+    "past original": "see below for the cause; until then serve no longer texts than the original length",
+    "decoding far": "see below for the cause; until then serve no longer texts than the original length",
+    "no numbers": "the engine has no angles at this length: export with a static scaling (yarn, linear)",
+    "unexplained": "compare the weights and the tokenizer first: other faults than positions look like this",
 }
 """Question -> what to do about a finding."""
 

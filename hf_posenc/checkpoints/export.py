@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ def export_stock(
 
     - `rope`, its scalings and any frequencies on families that rotate by themselves;
     - `nope` in all or some layers of llama and smollm3, as a SmolLM3 that leaves these layers unrotated;
+    - these with `window=`, one for all layers that have it, as a Mistral or a SmolLM3;
     - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model;
     - `transformer_xl`, in all layers or with `nope` in the others, of families whose queries and keys are projections
       of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike;
@@ -112,7 +115,9 @@ def stock_form(patch: Patch, base: BaseModel) -> StockForm | None:
     """Return what a stock checkpoint of a patched model would have to hold, or None if none can hold it."""
     form: StockForm | None = StockForm(tuple(base.rotated))
     for scheme in patch.schemes:
-        form = None if form is None else scheme.stock_form(base, form)
+        form = None if form is None or scheme.sinks else scheme.stock_form(base, form)
+        if form is not None and scheme.window is not None:
+            form = replace(form, windows={**form.windows, **dict.fromkeys(base.layers_of(scheme), scheme.window)})
     return form
 
 
@@ -125,7 +130,7 @@ def _stock_model(
     weights = {key: value for key, value in model.state_dict().items() if key not in own_keys}
     stock_module = base.modules.position_table if form.table else base.modules.rotary
     has_both = base.has_table and base.modules.rotary is not None  # the stock model would bring the other one back
-    if patch.attends or stock_module is None or has_both:
+    if (patch.attends and not form.windows) or stock_module is None or has_both or (form.windows and form.table):
         raise _nothing_fits(patch, base)
     rotated = list(form.turned)
     if form.table:
@@ -135,14 +140,25 @@ def _stock_model(
         place = next(name for name, child in model.named_modules() if child is stock_module)
         weights[f"{place}.weight"] = _make_table(model, base, count)
         settings[model.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")] = count
-    elif rotated != list(base.modules.rotated) or not any(rotated):
-        stock_model, stock_config = _unrotated_twin(model, base, patch)
-        # The interval is longer than the model: the list alone says which layers rotate.
-        settings |= {"no_rope_layers": [int(each) for each in rotated], "no_rope_layer_interval": len(rotated) + 1}
-        if not any(rotated):
-            settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-        if stock_config.model_type != base.name:
-            settings |= {"use_sliding_window": False, "layer_types": ["full_attention"] * len(rotated)}
+    elif form.windows or rotated != list(base.modules.rotated) or not any(rotated):
+        windows = set(form.windows.values())
+        alike = len(form.windows) == len(rotated) and all(rotated) and base.family.rotation.windowed_twin
+        if len(windows) > 1 or (form.windows and base.windows):
+            raise _nothing_fits(patch, base)
+        stock_model, stock_config = _twin(model, base, patch, alike or base.family.rotation.unrotated_twin)
+        settings["sliding_window"] = windows.pop() if windows else getattr(base.config, "sliding_window", None)
+        if not alike:
+            # The interval is longer than the model: the list alone says which layers rotate.
+            settings |= {"no_rope_layers": [int(each) for each in rotated], "no_rope_layer_interval": len(rotated) + 1}
+            if not any(rotated):
+                settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+            if form.windows or stock_config.model_type != base.name:
+                kinds = ["sliding_attention" if i in form.windows else "full_attention" for i in range(len(rotated))]
+                settings |= {"use_sliding_window": bool(form.windows), "layer_types": kinds}
+    rotation = settings.get("rope_parameters") or {}
+    if rotation.get("rope_type") == "yarn":  # by which servers know how long texts may be
+        served = round(rotation["factor"] * rotation["original_max_position_embeddings"])
+        settings["max_position_embeddings"] = max(served, settings["max_position_embeddings"])
     with torch.device("meta"):
         stock = stock_model(stock_config.from_dict(settings))
     stock.load_state_dict(weights, assign=True)
@@ -154,23 +170,19 @@ def _nothing_fits(patch: Patch, base: BaseModel) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"no stock class computes {patch.name} on {base.name}: rope in every layer can be exported from families that "
         "rotate (but not rope on a part of each head where they rotate whole heads), nope in some or all layers from "
-        "families with a twin that leaves layers unrotated (llama, smollm3), vectors at the input from families with a "
-        "table (gpt2, opt), transformer_xl from families whose heads can be wider (llama, mistral, qwen2)"
+        "families with a twin that leaves layers unrotated (llama, smollm3), both also with one window, vectors at the "
+        "input from families with a table (gpt2, opt), transformer_xl from families whose heads can be wider (llama, "
+        "mistral, qwen2)"
     )
 
 
-def _unrotated_twin(
-    model: PreTrainedModel, base: BaseModel, patch: Patch
+def _twin(
+    model: PreTrainedModel, base: BaseModel, patch: Patch, name: str | None
 ) -> tuple[type[PreTrainedModel], type[PreTrainedConfig]]:
-    """Return the model and config class of the family that computes the same and can leave layers unrotated."""
-    twin, config = base.family.rotation.unrotated_twin, base.config
-    if twin is None:
+    """Return the model and config class of the type that computes the same, with a window or unrotated layers."""
+    if name is None:
         raise _nothing_fits(patch, base)
-    if twin != base.name and config.head_dim != config.hidden_size // config.num_attention_heads:
-        raise UnsupportedModelError(
-            f"{twin} has no heads of {config.head_dim}: its heads have hidden_size / num_attention_heads"
-        )
-    return stock_classes(model, twin)
+    return stock_classes(model, name)
 
 
 def _make_table(model: PreTrainedModel, base: BaseModel, count: int) -> torch.Tensor:
@@ -218,3 +230,29 @@ def _scaling(parameters: dict[str, Any]) -> dict[str, Any] | None:
     """Return what `rope_parameters` of one type of layers say of a scaling, or None without one."""
     rest = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
     return None if rest in ({}, {"rope_type": "default"}) else rest
+
+
+def engines_that_run(config: Any) -> str:
+    """Return which engines run a stock checkpoint as transformers 5 does, and why others do not, for the user.
+
+    Args:
+        config: the config of `export_stock`'s checkpoint.
+    """
+    rotation = getattr(config, "rope_parameters", None) or {}
+    kind, size = rotation.get("rope_type"), getattr(config, "head_dim", None)
+    obstacle = ""
+    if kind == "dynamic":
+        obstacle = "its dynamic scaling gives NaN past the trained length: take yarn"
+    elif kind == "longrope":
+        original, served = rotation["original_max_position_embeddings"], config.max_position_embeddings
+        own = math.sqrt(1 + math.log(max(served / original, 1)) / math.log(original))
+        factor = rotation.get("attention_factor")
+        if factor is not None and not math.isclose(factor, own, rel_tol=1e-6):
+            obstacle = f"it computes an attention factor of {own:.4g}, not {factor:.4g}"
+        elif rotation["short_factor"] != rotation["long_factor"] and served > original:
+            obstacle = "it takes the factors of long texts for short ones, too"
+    kernels = (
+        "" if size in (None, 64, 128, 256) else f" (heads of {size}: not with FlashInfer; head_dim=128 is for all)"
+    )
+    of_4 = "transformers 5" if _settings_for_4(config) is None else "transformers 4 and 5"
+    return f"runs in {of_4}" + (f"; not in vLLM: {obstacle}" if obstacle else f" and vLLM{kernels}")

@@ -99,6 +99,8 @@ def _add_argument(group: Any, parameter: inspect.Parameter, hint: Any, help_text
     positional = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     if several:
         keywords["nargs"] = "*" if positional and not needed else "+"
+    elif positional and not needed:
+        keywords["nargs"] = "?"
     if positional:
         group.add_argument(parameter.name, **keywords)
     else:

@@ -112,6 +112,8 @@ class RotationFacts:
         attention_temperature: attribute of an attention with such a factor -> the value that switches the factor off.
         unrotated_twin: model type that computes the same and can leave layers unrotated; it may be this type. A model
             with some unrotated layers is exported as this type. `None` means that no such type exists.
+        windowed_twin: model type that computes the same in a sliding window, the same in every layer. `None` means that
+            no such type exists.
         wide_twin: model type that computes the same and has biases of queries and keys: with wider heads it holds a
             scheme whose scores are waves of the distance. Such a model is exported as this type if its own type cannot
             hold it. `None` means that no other type computes the same.
@@ -142,6 +144,7 @@ class RotationFacts:
     parameter_frequencies: tuple[str, ...] = ()
     attention_temperature: Mapping[str, Any] = field(default_factory=dict)
     unrotated_twin: str | None = None
+    windowed_twin: str | None = None
     wide_twin: str | None = None
     keys_of_4: Mapping[str, str] = field(default_factory=lambda: dict(KEYS_OF_4))
 

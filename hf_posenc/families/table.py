@@ -70,7 +70,7 @@ _ROWS = (
     # compute, and SmolLM3 can leave some of its layers unrotated.
     Family(
         model_types=("llama",),
-        rotation=RotationFacts(unrotated_twin="smollm3"),
+        rotation=RotationFacts(unrotated_twin="smollm3", windowed_twin="mistral"),
         gguf=LLAMA_BLOCK,
         note="`nope` can be exported, as a SmolLM3",
     ),

@@ -8,7 +8,7 @@ query `i` from key `j`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral, Real
 from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -46,14 +46,16 @@ class StockForm:
         table: whether the vectors at the input become the base's own table.
         waves: whether waves of the distance become more dimensions of heads, see `checkpoints.wide_heads`.
         within_length: whether the waves are what the scheme adds only within a length.
+        windows: the sliding window of each layer that a scheme has given one, in tokens.
     """
 
     turned: tuple[bool, ...]
     table: bool = False
     waves: bool = False
     within_length: bool = False
+    windows: dict[int, int] = field(default_factory=dict)
 
-    def unturned(self, layers: Sequence[int], **changes: bool) -> StockForm:
+    def unturned(self, layers: Sequence[int], **changes: Any) -> StockForm:
         """Return the form with these layers unrotated, and with other changes."""
         return replace(self, turned=tuple(is_so and i not in layers for i, is_so in enumerate(self.turned)), **changes)
 
@@ -270,9 +272,9 @@ class Scheme:
 
     def flags(self, *names: str) -> None:
         """Raise TypeError unless all these fields are bools."""
-        for field in names:
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"{self.name}: {field} must be True or False, not {getattr(self, field)!r}")
+        for name in names:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{self.name}: {name} must be True or False, not {getattr(self, name)!r}")
 
     @classmethod
     def parse(cls, hyperparameters: dict[str, object]) -> Scheme:

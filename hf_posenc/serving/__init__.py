@@ -1,0 +1,1 @@
+"""Patched checkpoints in other engines, as plugins of these."""
