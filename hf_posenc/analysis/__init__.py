@@ -1,24 +1,20 @@
 """Measures of what positions do, for a scheme on its own and for a real model. `plots` draws them."""
 
 from .decay import Decay, decay, model_decay
-from .frequencies import Frequencies, frequencies
+from .frequencies import Frequencies, frequencies, linear_map
 from .order import Equivariance, LayerEquivariance, equivariance
 from .probe import position_vectors, scheme_vectors
-from .properties import Properties, Property, linear_map, properties
 
 __all__ = [
     "Decay",
     "Equivariance",
     "Frequencies",
     "LayerEquivariance",
-    "Properties",
-    "Property",
     "decay",
     "equivariance",
     "frequencies",
     "linear_map",
     "model_decay",
     "position_vectors",
-    "properties",
     "scheme_vectors",
 ]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +16,12 @@ from ..core.dims import Dims
 from ..core.layer_state import on_attention
 from ..core.modules import PositionEmbedding, ScoreModule
 from ..core.positions import DensePositions
-from ..engines import dispatch
 from ..families.base import language_config
 from ..model.base_model import BaseModel
 from ..model.patch_record import patch_of
 from ..patching.changes import NoEmbedding
 from ..schemes.base import Scheme
-from ..transformers_glue import NAME
 from ..transformers_glue.rotary import IdentityRotary, by_pair
-
-K = TypeVar("K")
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
 """Default sizes of the attention for a scheme without a model."""
@@ -105,7 +98,7 @@ class Added:
     offset: int = 0
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Return the vectors (T, E) of positions (T,), float64 on the CPU, with gradients to the parameters."""
+        """Return the vectors (T, E) of positions (T,), float64 on the CPU."""
         ids = positions.to(device_of(self.module))
         if isinstance(self.module, PositionEmbedding):
             vectors = self.module.embed(ids[None])[0]
@@ -229,53 +222,6 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
     positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
     return call.scores()
-
-
-@contextmanager
-def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], object]) -> Iterator[None]:
-    """Call a function with every output of some modules within a `with` block.
-
-    Args:
-        modules: pairs of a key and a module; keys can repeat.
-        see: function that is called with the key and the output. If it returns something else than None, this replaces
-            the output.
-    """
-
-    def hook(key: K) -> Callable[..., object]:
-        return lambda module, args, output: see(key, output)
-
-    with ExitStack() as hooks:
-        for key, module in modules:
-            hooks.callback(module.register_forward_hook(hook(key)).remove)
-        yield
-
-
-@contextmanager
-def dense_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Compute attention densely within a `with` block: it has second derivatives then.
-
-    Schemes on scores run in the reference engine, all other models in the family's eager attention.
-
-    Args:
-        model: a patched or stock model.
-
-    Raises:
-        UnsupportedModelError: if the model attends by a function of its own.
-    """
-    base, stock = BaseModel.of(model), language_config(model.config)._attn_implementation
-    base.require_equal_attention("compute its weights")
-
-    def take_reference(module: nn.Module, args: tuple[Call], kwargs: dict[str, object]) -> Any:
-        return (args[0], partial(dispatch.attend, wanted="reference")), kwargs
-
-    with ExitStack() as stack:
-        if stock != NAME:
-            model.set_attn_implementation("eager")
-            stack.callback(model.set_attn_implementation, stock)
-        for attention in base.modules.attentions if stock == NAME else ():
-            hook = attention.get_submodule("posenc").register_forward_pre_hook(take_reference, with_kwargs=True)
-            stack.callback(hook.remove)
-        yield
 
 
 def check_tokens(tokens: Tensor, least: int) -> Tensor:
