@@ -421,7 +421,7 @@ def one_step(
         batches = [shard(batch, sharing) for batch in batches]
     # Windows differ in their number of targets. The mean is over the targets of the step, on whatever process they are.
     local_targets = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum().float()
-    # In chats a step may contain no target at all: nothing that the assistant says.
+    # Packed documents of one token have none.
     num_targets = max(accelerator.reduce(local_targets.to(accelerator.device), "sum").item(), 1)
     loss_sum = torch.zeros((), device=accelerator.device)
     for batch in batches:
