@@ -42,7 +42,7 @@ class Reader:
 
     def bar(self, total: int, unit: str) -> tqdm[NoReturn]:
         """Return a tqdm bar that is cleared at the end."""
-        return tqdm(total=total, unit=unit, unit_scale=unit == "tok", leave=False, disable=not self.progress)
+        return tqdm(total=total, unit=unit, leave=False, disable=not self.progress)
 
     def batches(self, shapes: Sequence[tuple[int, ...]], batch_size: int | None = None) -> list[list[int]]:
         """Return batches of indices of items that have the same shape, shapes in the order of their first items.

@@ -23,9 +23,8 @@ class Perplexity(Result):
     """Perplexity of a text, and the numbers it was computed from.
 
     Attributes:
-        method: `"sliding"`, `"non_overlapping"` or `"segment_recurrence"`.
-        length: tokens in a window. With segment recurrence, the largest number of tokens that a token sees in one
-            layer, itself included.
+        method: `"sliding"` or `"non_overlapping"`.
+        length: tokens in a window.
         stride: tokens from one window to the next; equal to `length` for non-overlapping windows.
         windows: number of windows scored.
         tokens: number of scored tokens, without repetitions.
@@ -58,7 +57,7 @@ class Perplexity(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLoss(Result):
-    """Mean loss in one bin of positions in a fresh window, or in a segment.
+    """Mean loss in one bin of positions in a fresh window.
 
     Attributes:
         first: first position of the bin, from 0. The token at position 0 of a fresh window is never predicted.
