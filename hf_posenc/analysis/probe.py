@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,54 +82,27 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
     return position_vectors(build(scheme, **arguments), length)
 
 
-@dataclass(frozen=True)
-class Added:
-    """The position vectors that a model adds to its hidden states, and the module that computes them.
+def added_by(model: PreTrainedModel) -> tuple[nn.Module, int | None] | None:
+    """Return the module that computes the position vectors a patched or stock model adds, and their number.
 
-    Attributes:
-        module: the module, from the patch or the base.
-        limit: number of positions that exist, or None if there is no limit.
-        offset: number of unused rows of a base's table before position 0.
-    """
-
-    module: nn.Module
-    limit: int | None
-    offset: int = 0
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        """Return the vectors (T, E) of positions (T,), float64 on the CPU."""
-        ids = positions.to(device_of(self.module))
-        if isinstance(self.module, PositionEmbedding):
-            vectors = self.module.embed(ids[None])[0]
-        elif isinstance(self.module, nn.Embedding):
-            vectors = self.module.weight[ids + self.offset]
-        else:
-            vectors = self.module(ids[None])[0]
-        return vectors.double().cpu()
-
-
-def added_to(model: PreTrainedModel) -> Added | None:
-    """Return the position vectors that a patched or stock model adds, or None if it adds none.
-
-    If layers have separate tables, they are those of the first layer.
+    The number is None if there is no limit, the result is None if the model adds none. If layers have separate tables,
+    the module is that of the first layer.
     """
     base = BaseModel.of(model)
     found = base.modules
     patched = [holder._modules.get("posenc") for holder in (found.decoder, found.layers[0])]
     for module in (found.position_table, *patched):
-        if isinstance(module, NoEmbedding):
-            continue
-        if isinstance(module, PositionEmbedding):
+        if isinstance(module, PositionEmbedding) and not isinstance(module, NoEmbedding):
             patch = patch_of(model)
-            return Added(module, patch.limit if patch else None)
+            return module, patch.limit if patch else None
         if isinstance(module, nn.Embedding):
-            offset = base.family.table_offset
-            return Added(module, module.num_embeddings - offset, offset)
-        if module is found.position_table and module is not None:
-            return Added(module, None)  # computes sinusoids, without a limit
+            return module, module.num_embeddings - base.family.table_offset
+        if module is found.position_table and not isinstance(module, NoEmbedding | None):
+            return module, None  # computes sinusoids
     return None
 
 
+@torch.no_grad()
 def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tensor | None:
     """Return the vectors that a model adds to its hidden states.
 
@@ -145,18 +117,25 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     Raises:
         ValueError: if the table has fewer rows than `length`, or if neither the caller nor the config gives a length.
     """
-    added = added_to(model)
+    added = added_by(model)
     if added is None:
         return None
+    module, limit = added
     if length is None:
-        rows = added.limit or getattr(language_config(model.config), "max_position_embeddings", None)
+        rows = limit or getattr(language_config(model.config), "max_position_embeddings", None)
         if not rows:
             raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
         length = min(rows, 2**16)
-    if added.limit is not None and length > added.limit:
-        raise ValueError(f"the model has {added.limit} position vectors, {length} were asked for")
-    with torch.no_grad():
-        return added(torch.arange(length))
+    if limit is not None and length > limit:
+        raise ValueError(f"the model has {limit} position vectors, {length} were asked for")
+    ids = torch.arange(length, device=device_of(module))
+    if isinstance(module, PositionEmbedding):
+        vectors = module.embed(ids[None])[0]
+    elif isinstance(module, nn.Embedding):
+        vectors = module.weight[ids + BaseModel.of(model).family.table_offset]
+    else:
+        vectors = module(ids[None])[0]
+    return vectors.double().cpu()
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:

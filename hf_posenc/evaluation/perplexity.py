@@ -40,10 +40,6 @@ class Perplexity(Result):
     tokens: int
     nll: float
 
-    def bits_per_byte(self, byte_counts: Sequence[int]) -> float:
-        """Return bits per byte, given the number of bytes of each text."""
-        return self.nll / math.log(2) / sum(byte_counts)
-
     @property
     def loss(self) -> float:
         """Mean negative log-likelihood of a token, in nats."""
@@ -154,7 +150,7 @@ def measure_context(
     with reading(model, max(documents, key=len), distributed=distributed, progress=progress) as reader:
         for length, step in zip(lengths, strides, strict=True):
             sliding, fresh, by_position = _measure(reader, documents, length, step, batch_size)
-            bits = None if byte_counts is None else sliding.bits_per_byte(byte_counts)
+            bits = None if byte_counts is None else sliding.nll / math.log(2) / sum(byte_counts)
             perplexities = {"sliding": sliding, "non_overlapping": fresh}
             row = ContextMeasurement(length=length, **perplexities, by_position=by_position, bits_per_byte=bits)
             measured.append(row)
