@@ -15,7 +15,7 @@ LOGIT_ROWS = 1024
 TRIAL_TOKENS = 8
 """Number of tokens in the trial that decides whether the language-model head can be called separately."""
 IGNORED = -100
-"""Target of padding, which has a loss of 0."""
+"""Label or target that no loss counts, as in transformers."""
 
 LogitsOf = Callable[[Tensor, slice], Iterator[Tensor]]
 """Windows (B, T) and a slice of positions -> logits (R, V) in pieces, see `logits_function`."""

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ..model.logits import IGNORED
 from .embedded import library_parts
 from .options import Count, UsageError
 
@@ -21,8 +22,6 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Suffix of a file, without .gz -> its kind; all others are text."""
 SUFFIXES = {".gz", ".txt", *FORMATS}
 """Suffixes of names that cannot be those of a dataset of the Hub."""
-IGNORED = -100
-"""Target where nothing is predicted: at the end of a document or of a window."""
 
 
 @dataclass(kw_only=True)
