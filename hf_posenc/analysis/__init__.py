@@ -1,7 +1,7 @@
 """Measures of what positions do, for a scheme on its own and for a real model. `plots` draws them."""
 
 from .decay import Decay, decay, model_decay
-from .frequencies import Frequencies, frequencies, linear_map
+from .frequencies import Frequencies, frequencies
 from .order import Equivariance, LayerEquivariance, equivariance
 from .probe import position_vectors, scheme_vectors
 
@@ -13,7 +13,6 @@ __all__ = [
     "decay",
     "equivariance",
     "frequencies",
-    "linear_map",
     "model_decay",
     "position_vectors",
     "scheme_vectors",

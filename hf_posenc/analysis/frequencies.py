@@ -1,4 +1,4 @@
-"""Wavelengths of sinusoids and of RoPE, beside the length that a model was trained at, and maps between sinusoids.
+"""Wavelengths of sinusoids and of RoPE, compared with the length that a model was trained at.
 
 A wave that completes no turn in training has angles at longer contexts that the model has never seen. NTK-aware scaling
 and YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2) interpolate these waves, but not waves with many turns.
@@ -99,32 +99,3 @@ def frequencies(
         name = label if layer_type is None else f"{label}, {layer_type}"
         found.append(Frequencies(name, torch.atan2(sin[0], cos[0]), trained))  # frequencies are at most pi
     return found
-
-
-def linear_map(frequencies: Tensor, shift: int, *, size: int, layout: str = "interleaved") -> Tensor:
-    """Return the matrix `M_k` that shifts sinusoids by `k` positions, `p(t + k) = M_k p(t)` for every t.
-
-    It rotates every pair (sine, cosine) by the angle `k w_u`.
-
-    Args:
-        frequencies: (E/2,) radians per token.
-        shift: k in tokens, positive or negative.
-        size: E, even. Sinusoids of odd size have no such map, because their last sine has no cosine.
-        layout: layout of the scheme, `interleaved` or `split`.
-
-    Returns:
-        (E, E) float64.
-
-    Raises:
-        ValueError: for an odd size.
-    """
-    if size % 2:
-        raise ValueError(f"a table of odd size {size} ends on a sine without its cosine: no linear map shifts it")
-    pairs = torch.arange(size // 2)
-    sines, cosines = (2 * pairs, 2 * pairs + 1) if layout == "interleaved" else (pairs, pairs + size // 2)
-    angles = shift * frequencies.double()
-    matrix = torch.zeros(size, size, dtype=torch.float64)
-    matrix[sines, sines] = matrix[cosines, cosines] = angles.cos()
-    matrix[sines, cosines] = angles.sin()
-    matrix[cosines, sines] = -angles.sin()
-    return matrix

@@ -10,7 +10,7 @@ from situations import JOINING, randomize
 from torch.testing import assert_close
 
 from hf_posenc import available_schemes, patch_model
-from hf_posenc.analysis import decay, frequencies, linear_map, model_decay, position_vectors, scheme_vectors
+from hf_posenc.analysis import decay, frequencies, model_decay, position_vectors, scheme_vectors
 from hf_posenc.core.dims import Dims
 
 DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)
@@ -182,18 +182,6 @@ def test_angles_in_every_form(model_type, patched):
     assert_close(
         model_decay(model, tokens(1, 30)).scores[0, 0].double(), torch.tensor(curve).double(), rtol=0, atol=1e-5
     )
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "split"])
-def test_linear_map_of_sinusoids(layout):
-    table = scheme_vectors("sinusoidal", 3000, dims=DIMS, layout=layout)
-    (waves,) = (each.frequencies for each in frequencies("sinusoidal", dims=DIMS, layout=layout))
-    for shift in (1, 7, 1000):
-        matrix = linear_map(waves, shift, size=64, layout=layout)
-        assert_close(table[:-shift] @ matrix.T, table[shift:], rtol=0, atol=1e-12)
-        assert_close(linear_map(waves, -shift, size=64, layout=layout), matrix.T)  # back: a rotation
-    with pytest.raises(ValueError, match="odd size 7"):
-        linear_map(waves, 1, size=7)
 
 
 def test_vectors_of_models():
