@@ -46,16 +46,13 @@ from .core.errors import UnsupportedModelError
 from .core.layer_state import on_attention, on_decoder
 from .families.base import language_config
 from .model.base_model import BaseModel
+from .model.logits import IGNORED
 from .model.patch_record import without_adapter
 from .model.undo import AddPreHook, Keep, SetAttribute, Undo
 from .model.watch import Args, Kwargs
 from .schemes.base import by_layer_type, depends_on_length
 from .transformers_glue import NAME
 from .transformers_glue.masks import causal_documents, position_channel, shown
-
-IGNORED = -100
-"""Label that excludes a token from the loss, as in transformers."""
-
 
 _BATCH_KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
 

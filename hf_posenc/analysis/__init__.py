@@ -4,21 +4,16 @@ from .decay import Decay, decay, model_decay
 from .frequencies import Frequencies, frequencies
 from .order import Equivariance, LayerEquivariance, equivariance
 from .probe import position_vectors, scheme_vectors
-from .properties import Properties, Property, linear_map, properties
 
 __all__ = [
     "Decay",
     "Equivariance",
     "Frequencies",
     "LayerEquivariance",
-    "Properties",
-    "Property",
     "decay",
     "equivariance",
     "frequencies",
-    "linear_map",
     "model_decay",
     "position_vectors",
-    "properties",
     "scheme_vectors",
 ]

@@ -128,9 +128,8 @@ def _decay(model: PreTrainedModel, label: str, d: Tensor, tokens: Tensor | None)
         ]
         # At position 0 the cosines are the attention factor.
         return Decay(label, d, torch.stack([(cos[1:] * cos[0]).mean(-1)[None] for cos in cosines]))
-    added = probe.added_to(model)
-    needed = max(int(d.abs().max()) + 1, 0 if added is None else added.limit or 0)
-    vectors = probe.position_vectors(model, needed)
+    _, limit = probe.added_by(model) or (None, None)
+    vectors = probe.position_vectors(model, max(int(d.abs().max()) + 1, limit or 0))  # of a table, all
     without = torch.ones(1, 1, len(d), dtype=torch.float64)
     return Decay(label, d, without if vectors is None else _scores_of_vectors(vectors, d))
 

@@ -8,6 +8,7 @@ whole stack is equivariant: shuffled tokens have the same hidden states in shuff
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -121,16 +122,20 @@ def _unmasked(
 ) -> list[float] | list[None]:
     """Return the change of each layer's output without a mask; Nones if the mask cannot be removed."""
     none, length = [None] * len(layers), tokens.shape[1]
-    if language_config(model.config)._attn_implementation == NAME or BaseModel.of(model).hides_attention:
+    base, stock = BaseModel.of(model), language_config(model.config)._attn_implementation
+    if stock == NAME or base.hides_attention:
         return none
+    base.require_equal_attention("remove its mask")
     arguments = {
         "attention_mask": torch.zeros(1, 1, length, length, dtype=model.dtype, device=tokens.device),
         "position_ids": torch.arange(length, device=tokens.device)[None],
     }
-    vocabulary = len(next(BaseModel.of(model).modules.token_embedding.parameters()))
+    vocabulary = len(next(base.modules.token_embedding.parameters()))
     other = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 1) % vocabulary], -1)
     sums = torch.zeros(len(layers), dtype=torch.float64)
-    with probe.dense_attention(model):
+    with ExitStack() as stack:
+        model.set_attn_implementation("eager")
+        stack.callback(model.set_attn_implementation, stock)
         states, _ = _states(model, layers, tokens, arguments)
         # The first token sees the last one only if the mask is really gone.
         if _states(model, layers, other, arguments)[0][-1][:, 0].equal(states[-1][:, 0]):
@@ -147,7 +152,10 @@ def _states(
 ) -> tuple[list[Tensor], Tensor]:
     """Run the model and return the outputs of all layers, and the last logits."""
     states: list[Tensor] = []
-    with probe.outputs(enumerate(layers), lambda _, output: states.append(first(output))):
+    with ExitStack() as hooks:
+        for layer in layers:
+            handle = layer.register_forward_hook(lambda layer, args, output: states.append(first(output)))
+            hooks.callback(handle.remove)
         logits = model(tokens, use_cache=False, logits_to_keep=1, **arguments).logits[:, -1]
     return states, logits.double()
 

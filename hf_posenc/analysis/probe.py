@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +15,12 @@ from ..core.dims import Dims
 from ..core.layer_state import on_attention
 from ..core.modules import PositionEmbedding, ScoreModule
 from ..core.positions import DensePositions
-from ..engines import dispatch
 from ..families.base import language_config
 from ..model.base_model import BaseModel
 from ..model.patch_record import patch_of
 from ..patching.changes import NoEmbedding
 from ..schemes.base import Scheme
-from ..transformers_glue import NAME
 from ..transformers_glue.rotary import IdentityRotary, by_pair
-
-K = TypeVar("K")
 
 DIMS = Dims(num_heads=8, num_key_value_heads=8, head_dim=64, hidden_size=512, num_layers=1)
 """Default sizes of the attention for a scheme without a model."""
@@ -90,54 +82,27 @@ def scheme_vectors(scheme: str | Scheme, length: int, **arguments: Any) -> Tenso
     return position_vectors(build(scheme, **arguments), length)
 
 
-@dataclass(frozen=True)
-class Added:
-    """The position vectors that a model adds to its hidden states, and the module that computes them.
+def added_by(model: PreTrainedModel) -> tuple[nn.Module, int | None] | None:
+    """Return the module that computes the position vectors a patched or stock model adds, and their number.
 
-    Attributes:
-        module: the module, from the patch or the base.
-        limit: number of positions that exist, or None if there is no limit.
-        offset: number of unused rows of a base's table before position 0.
-    """
-
-    module: nn.Module
-    limit: int | None
-    offset: int = 0
-
-    def __call__(self, positions: Tensor) -> Tensor:
-        """Return the vectors (T, E) of positions (T,), float64 on the CPU, with gradients to the parameters."""
-        ids = positions.to(device_of(self.module))
-        if isinstance(self.module, PositionEmbedding):
-            vectors = self.module.embed(ids[None])[0]
-        elif isinstance(self.module, nn.Embedding):
-            vectors = self.module.weight[ids + self.offset]
-        else:
-            vectors = self.module(ids[None])[0]
-        return vectors.double().cpu()
-
-
-def added_to(model: PreTrainedModel) -> Added | None:
-    """Return the position vectors that a patched or stock model adds, or None if it adds none.
-
-    If layers have separate tables, they are those of the first layer.
+    The number is None if there is no limit, the result is None if the model adds none. If layers have separate tables,
+    the module is that of the first layer.
     """
     base = BaseModel.of(model)
     found = base.modules
     patched = [holder._modules.get("posenc") for holder in (found.decoder, found.layers[0])]
     for module in (found.position_table, *patched):
-        if isinstance(module, NoEmbedding):
-            continue
-        if isinstance(module, PositionEmbedding):
+        if isinstance(module, PositionEmbedding) and not isinstance(module, NoEmbedding):
             patch = patch_of(model)
-            return Added(module, patch.limit if patch else None)
+            return module, patch.limit if patch else None
         if isinstance(module, nn.Embedding):
-            offset = base.family.table_offset
-            return Added(module, module.num_embeddings - offset, offset)
-        if module is found.position_table and module is not None:
-            return Added(module, None)  # computes sinusoids, without a limit
+            return module, module.num_embeddings - base.family.table_offset
+        if module is found.position_table and not isinstance(module, NoEmbedding | None):
+            return module, None  # computes sinusoids
     return None
 
 
+@torch.no_grad()
 def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tensor | None:
     """Return the vectors that a model adds to its hidden states.
 
@@ -152,18 +117,25 @@ def position_vectors(model: PreTrainedModel, length: int | None = None) -> Tenso
     Raises:
         ValueError: if the table has fewer rows than `length`, or if neither the caller nor the config gives a length.
     """
-    added = added_to(model)
+    added = added_by(model)
     if added is None:
         return None
+    module, limit = added
     if length is None:
-        rows = added.limit or getattr(language_config(model.config), "max_position_embeddings", None)
+        rows = limit or getattr(language_config(model.config), "max_position_embeddings", None)
         if not rows:
             raise ValueError(f"give a length: the config of this {type(model).__name__} does not say how many")
         length = min(rows, 2**16)
-    if added.limit is not None and length > added.limit:
-        raise ValueError(f"the model has {added.limit} position vectors, {length} were asked for")
-    with torch.no_grad():
-        return added(torch.arange(length))
+    if limit is not None and length > limit:
+        raise ValueError(f"the model has {limit} position vectors, {length} were asked for")
+    ids = torch.arange(length, device=device_of(module))
+    if isinstance(module, PositionEmbedding):
+        vectors = module.embed(ids[None])[0]
+    elif isinstance(module, nn.Embedding):
+        vectors = module.weight[ids + BaseModel.of(model).family.table_offset]
+    else:
+        vectors = module(ids[None])[0]
+    return vectors.double().cpu()
 
 
 def rotary_of(model: PreTrainedModel) -> tuple[nn.Module | None, str]:
@@ -229,53 +201,6 @@ def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor
     positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
     call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
     return call.scores()
-
-
-@contextmanager
-def outputs(modules: Iterable[tuple[K, nn.Module]], see: Callable[[K, Any], object]) -> Iterator[None]:
-    """Call a function with every output of some modules within a `with` block.
-
-    Args:
-        modules: pairs of a key and a module; keys can repeat.
-        see: function that is called with the key and the output. If it returns something else than None, this replaces
-            the output.
-    """
-
-    def hook(key: K) -> Callable[..., object]:
-        return lambda module, args, output: see(key, output)
-
-    with ExitStack() as hooks:
-        for key, module in modules:
-            hooks.callback(module.register_forward_hook(hook(key)).remove)
-        yield
-
-
-@contextmanager
-def dense_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Compute attention densely within a `with` block: it has second derivatives then.
-
-    Schemes on scores run in the reference engine, all other models in the family's eager attention.
-
-    Args:
-        model: a patched or stock model.
-
-    Raises:
-        UnsupportedModelError: if the model attends by a function of its own.
-    """
-    base, stock = BaseModel.of(model), language_config(model.config)._attn_implementation
-    base.require_equal_attention("compute its weights")
-
-    def take_reference(module: nn.Module, args: tuple[Call], kwargs: dict[str, object]) -> Any:
-        return (args[0], partial(dispatch.attend, wanted="reference")), kwargs
-
-    with ExitStack() as stack:
-        if stock != NAME:
-            model.set_attn_implementation("eager")
-            stack.callback(model.set_attn_implementation, stock)
-        for attention in base.modules.attentions if stock == NAME else ():
-            hook = attention.get_submodule("posenc").register_forward_pre_hook(take_reference, with_kwargs=True)
-            stack.callback(hook.remove)
-        yield
 
 
 def check_tokens(tokens: Tensor, least: int) -> Tensor:

@@ -63,17 +63,6 @@ class Form:
                 require_shape(each, (heads, *[None] * (each.ndim - 1)), f"the {name} of {of}, (H, ...),")
         return self
 
-    def terms(self, call: Call) -> dict[str, Tensor]:
-        """Return the named terms of the scores, for formulas that are sums; otherwise nothing.
-
-        Args:
-            call: a widened call.
-
-        Returns:
-            Name -> term (B, H, Q, L). The sum of the terms is `scores` before a soft cap.
-        """
-        return {}
-
     @property
     def value_table(self) -> Tensor | None:
         """The vectors that are added to values, (m + 1, V) or (H, m + 1, V), or None."""
@@ -419,25 +408,6 @@ class RelativeKeys(Form):
         by_distance = (call.query + v) @ self.table(call.distances()).mT  # (B, H, Q, distances)
         at = call.distance().to(torch.int64).expand(content.shape)
         return call.cap((content + by_distance.gather(-1, at)) * call.scaling)
-
-    def terms(self, call: Call) -> dict[str, Tensor]:
-        """Return the four terms of Dai et al. 2019, section 3.3, see `Form.terms`."""
-        u, v = (
-            call.ratio * call.scaling * bias.to(call.query.dtype)[:, None]
-            for bias in (self.content_bias, self.position_bias)
-        )
-        keys, table = call.key.mT, self.table(call.distances()).to(call.query.dtype).mT
-        at = call.distance().to(torch.int64).expand(*call.query.shape[:-1], call.key.shape[-2])
-
-        def at_keys(by_distance: Tensor) -> Tensor:
-            return by_distance.expand(*at.shape[:-1], -1).gather(-1, at)
-
-        return {
-            "content-content": call.query @ keys * call.scaling,
-            "content-distance": at_keys(call.query @ table) * call.scaling,
-            "bias-content": (u @ keys).expand(at.shape),
-            "bias-distance": at_keys(v @ table),
-        }
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 
@@ -18,7 +17,7 @@ class Result:
     derived: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return name -> value, ready for JSON. A complex number becomes the pair of its real and imaginary part."""
+        """Return name -> value, ready for JSON."""
         return {name: _to_json(getattr(self, name)) for name in (*self.__dict__, *self.derived)}
 
 
@@ -27,5 +26,5 @@ def _to_json(value: object) -> object:
     if isinstance(value, Result):
         return value.to_dict()
     if isinstance(value, Tensor):
-        return (torch.view_as_real(value) if value.is_complex() else value).tolist()
+        return value.tolist()
     return [_to_json(each) for each in value] if isinstance(value, tuple | list) else value

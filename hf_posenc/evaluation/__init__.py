@@ -12,7 +12,6 @@ from .perplexity import (
     non_overlapping_perplexity,
     short_context_regression,
 )
-from .recurrence import measure_recurrence
 from .retrieval import Cell, induction_copy, passkey
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "induction_copy",
     "measure_context",
     "measure_generation",
-    "measure_recurrence",
     "non_overlapping_perplexity",
     "passkey",
     "repeat_gain",

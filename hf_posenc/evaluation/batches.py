@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,10 +38,6 @@ class Reader:
     rank: int
     world: int
     progress: bool
-
-    def bar(self, total: int, unit: str) -> tqdm[NoReturn]:
-        """Return a tqdm bar that is cleared at the end."""
-        return tqdm(total=total, unit=unit, unit_scale=unit == "tok", leave=False, disable=not self.progress)
 
     def batches(self, shapes: Sequence[tuple[int, ...]], batch_size: int | None = None) -> list[list[int]]:
         """Return batches of indices of items that have the same shape, shapes in the order of their first items.
@@ -99,7 +94,7 @@ class Reader:
         """
         batches = self.batches(shapes, batch_size)
         rows = torch.zeros(len(shapes), *row, dtype=torch.float64)
-        with self.bar(len(rows), unit) as bar:
+        with tqdm(total=len(rows), unit=unit, leave=False, disable=not self.progress) as bar:
             for number in range(self.rank, self.world * math.ceil(len(batches) / self.world), self.world):
                 batch = batches[number] if number < len(batches) else batches[0]
                 scores = score(batch)

@@ -16,7 +16,6 @@ def harness_model(
     tokenizer: object,
     *,
     max_length: int | None = None,
-    cut_prompts: bool = False,
     **options: object,
 ) -> Any:
     """Wrap a model in memory for lm_eval, after a check that every layer responds to positions.
@@ -35,7 +34,6 @@ def harness_model(
         max_length: context length in tokens. None means the length in the config. Schemes without a limit that do
             not rotate set it to at least 131072. Then give the trained length for rolling perplexities, which otherwise
             take one window.
-        cut_prompts: let the harness cut long prompts, as it does by default.
         **options: options of `lm_eval.models.huggingface.HFLM`, for instance `batch_size`.
 
     Returns:
@@ -44,8 +42,8 @@ def harness_model(
     Raises:
         ImportError: if lm_eval is not installed.
         HfPosencError: if a layer of a patched model does not respond to positions. The message is the report.
-        ValueError: if `max_length` is above the scheme's limit, or for `truncation=True` without `cut_prompts`. During
-            an evaluation, if a prompt and its answer are longer than `max_length`.
+        ValueError: if `max_length` is above the scheme's limit, or for `truncation=True`. During an evaluation, if
+            a prompt and its answer are longer than `max_length`.
     """
     try:
         from lm_eval.models.huggingface import HFLM
@@ -61,11 +59,12 @@ def harness_model(
             raise HfPosencError(
                 f"the model does not pass verify, so results would not be those of its scheme:\n{report}"
             )
-    if options.get("truncation") and not cut_prompts:
-        raise ValueError("truncation=True cuts prompts: say cut_prompts=True as well")
+    if options.get("truncation"):
+        raise ValueError("truncation=True would cut prompts: leave it out")
     device = str(next(model.parameters()).device)
-    wrapper = HFLM if cut_prompts else _refusing_long_prompts(HFLM)
-    return wrapper(pretrained=model, tokenizer=tokenizer, max_length=max_length, device=device, **options)
+    return _refusing_long_prompts(HFLM)(
+        pretrained=model, tokenizer=tokenizer, max_length=max_length, device=device, **options
+    )
 
 
 def _refusing_long_prompts(wrapper: Any) -> Any:
@@ -76,7 +75,7 @@ def _refusing_long_prompts(wrapper: Any) -> Any:
             raise ValueError(
                 f"a prompt and its answer take {needed} tokens, and the harness would cut the prompt's beginning to "
                 f"fit max_length {max_length}: give harness_model(max_length={needed}) or more if the model reads so "
-                "far, shorter prompts (for ruler: max_seq_lengths), or cut_prompts=True"
+                "far, or shorter prompts (for ruler: max_seq_lengths)"
             )
 
     class WholePrompts(wrapper):

@@ -23,9 +23,8 @@ class Perplexity(Result):
     """Perplexity of a text, and the numbers it was computed from.
 
     Attributes:
-        method: `"sliding"`, `"non_overlapping"` or `"segment_recurrence"`.
-        length: tokens in a window. With segment recurrence, the largest number of tokens that a token sees in one
-            layer, itself included.
+        method: `"sliding"` or `"non_overlapping"`.
+        length: tokens in a window.
         stride: tokens from one window to the next; equal to `length` for non-overlapping windows.
         windows: number of windows scored.
         tokens: number of scored tokens, without repetitions.
@@ -41,10 +40,6 @@ class Perplexity(Result):
     tokens: int
     nll: float
 
-    def bits_per_byte(self, byte_counts: Sequence[int]) -> float:
-        """Return bits per byte, given the number of bytes of each text."""
-        return self.nll / math.log(2) / sum(byte_counts)
-
     @property
     def loss(self) -> float:
         """Mean negative log-likelihood of a token, in nats."""
@@ -58,7 +53,7 @@ class Perplexity(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionLoss(Result):
-    """Mean loss in one bin of positions in a fresh window, or in a segment.
+    """Mean loss in one bin of positions in a fresh window.
 
     Attributes:
         first: first position of the bin, from 0. The token at position 0 of a fresh window is never predicted.
@@ -155,7 +150,7 @@ def measure_context(
     with reading(model, max(documents, key=len), distributed=distributed, progress=progress) as reader:
         for length, step in zip(lengths, strides, strict=True):
             sliding, fresh, by_position = _measure(reader, documents, length, step, batch_size)
-            bits = None if byte_counts is None else sliding.bits_per_byte(byte_counts)
+            bits = None if byte_counts is None else sliding.nll / math.log(2) / sum(byte_counts)
             perplexities = {"sliding": sliding, "non_overlapping": fresh}
             row = ContextMeasurement(length=length, **perplexities, by_position=by_position, bits_per_byte=bits)
             measured.append(row)

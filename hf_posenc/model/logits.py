@@ -9,17 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import Cache
 
 LOGIT_ROWS = 1024
 """Number of tokens whose logits exist at once. With a vocabulary of 128k they take half a gigabyte in float32."""
 TRIAL_TOKENS = 8
 """Number of tokens in the trial that decides whether the language-model head can be called separately."""
 IGNORED = -100
-"""Target of padding, which has a loss of 0."""
+"""Label or target that no loss counts, as in transformers."""
 
-LogitsOf = Callable[..., Iterator[Tensor]]
-"""Windows (B, T), a slice of positions and an optional cache -> logits (R, V) in pieces, see `logits_function`."""
+LogitsOf = Callable[[Tensor, slice], Iterator[Tensor]]
+"""Windows (B, T) and a slice of positions -> logits (R, V) in pieces, see `logits_function`."""
 
 
 def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
@@ -32,7 +31,7 @@ def token_losses(pieces: Iterable[Tensor], targets: Tensor) -> Iterator[Tensor]:
 
 
 def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
-    """Return a function from windows `(B, T)`, a slice of positions and an optional cache to logits in pieces.
+    """Return a function from windows `(B, T)` and a slice of positions to logits in pieces.
 
     The pieces are rows `(R, V)`, position by position and window by window. The logits of a long window take far more
     memory than the rest of the forward pass. So the head is called separately, on `LOGIT_ROWS` positions at a time, if
@@ -45,11 +44,8 @@ def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
         tokens: `(N,)`; the first few are the text of the trial.
     """
 
-    def cache_arguments(cache: Cache | None) -> dict[str, object]:
-        return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
-
-    def whole(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
-        logits = model(input_ids=windows, **cache_arguments(cache)).logits
+    def whole(windows: Tensor, positions: slice) -> Iterator[Tensor]:
+        logits = model(input_ids=windows, use_cache=False).logits
         yield from logits[:, positions].flatten(0, 1).split(LOGIT_ROWS)
 
     base, head = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", lambda: None)()
@@ -58,11 +54,11 @@ def logits_function(model: nn.Module, tokens: Tensor) -> LogitsOf:
         return whole
     trial = tokens[:TRIAL_TOKENS].to(next(model.parameters()).device)[None]
 
-    def hidden_states(windows: Tensor, cache: Cache | None = None) -> Any:
-        return getattr(base(input_ids=windows, **cache_arguments(cache)), "last_hidden_state", None)
+    def hidden_states(windows: Tensor) -> Any:
+        return getattr(base(input_ids=windows, use_cache=False), "last_hidden_state", None)
 
-    def in_pieces(windows: Tensor, positions: slice, cache: Cache | None = None) -> Iterator[Tensor]:
-        hidden = hidden_states(windows, cache)[:, positions]
+    def in_pieces(windows: Tensor, positions: slice) -> Iterator[Tensor]:
+        hidden = hidden_states(windows)[:, positions]
         yield from (head(rows) for rows in hidden.flatten(0, 1).split(LOGIT_ROWS))
 
     hidden = hidden_states(trial)

@@ -3,19 +3,18 @@
 import hashlib
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-import jinja2
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from ..model.logits import IGNORED
 from .embedded import library_parts
 from .options import Count, UsageError
 
@@ -23,11 +22,6 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Suffix of a file, without .gz -> its kind; all others are text."""
 SUFFIXES = {".gz", ".txt", *FORMATS}
 """Suffixes of names that cannot be those of a dataset of the Hub."""
-IGNORED = -100
-"""Target where nothing is predicted: at the end of a document or of a window, and before a token of a chat that is not
-the assistant's."""
-Chat = list[dict[str, Any]]
-"""The messages of a chat, each with `role` and `content`."""
 
 
 @dataclass(kw_only=True)
@@ -39,8 +33,7 @@ class TextArguments:
             save_to_disk, or a dataset id of the Hub. Optional for `pretrain`, and `extend` without --model.
         data_name: configuration of a dataset of the Hub.
         data_split: split of a dataset that has several.
-        text_column: column with the text, in data that has columns. If it contains chats (lists of messages), the
-            tokenizer's chat template writes them out, and only what the assistant says is trained on.
+        text_column: column with the text, in data that has columns.
         separator: string between two documents of a text, e.g. '\n\n'; by default a text is one document.
         streaming: read only as many documents as the run needs, instead of downloading all.
     """
@@ -80,12 +73,10 @@ class Document:
     Attributes:
         tokens: (N,) int64.
         bytes: number of bytes of the text in UTF-8, for bits per byte.
-        counted: (N,) bool, whether the model learns to predict a token; None if it learns all tokens.
     """
 
     tokens: Tensor
     bytes: int
-    counted: Tensor | None = None
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -115,9 +106,9 @@ def documents(tokenizer: Tokenizer, arguments: TextArguments, max_tokens: int = 
             remove_columns=[column],
         )
         for row in encoded.with_format("torch"):
-            tokens, marks = row["tokens"].long(), row["counted"].bool() if "counted" in row else None
+            tokens = row["tokens"].long()
             digest = hashlib.blake2b(tokens.numpy().tobytes(), digest_size=16).digest()
-            found.setdefault(digest, Document(tokens, int(row["bytes"]), marks))
+            found.setdefault(digest, Document(tokens, int(row["bytes"])))
             read += len(tokens)
             if arguments.streaming and read >= max_tokens:
                 break
@@ -149,7 +140,7 @@ def rows_of(arguments: TextArguments) -> tuple[Any, str]:
     if arguments.text_column not in columns:
         raise UsageError(
             f"--text-column {arguments.text_column}: {arguments.description} has columns {', '.join(columns)}; name "
-            "one with strings, or with chats: lists of messages with role and content"
+            "one with strings"
         )
     return rows, arguments.text_column
 
@@ -172,80 +163,22 @@ def kind_of(names: list[str]) -> str:
 
 
 def encode(batch: dict[str, list[Any]], column: str, tokenizer: Tokenizer, separator: str) -> dict[str, list[Any]]:
-    """Tokenise a batch of rows, with the tokenizer's special tokens, or chats, with its chat template.
+    """Tokenise a batch of rows, with the tokenizer's special tokens.
 
     Texts are split into documents, and blank ones left out. If the tokenizer adds no special tokens to a text, its
     end-of-text is put at the end.
     """
     values = batch[column]
-    if any(is_chat(value) for value in values):
-        if separator:
-            raise UsageError("--separator splits text, but these are chats: leave it out")
-        found = [encode_chat(tokenizer, chat) for chat in values]
-        return {
-            "tokens": [ids for ids, _ in found],
-            "counted": [marks for _, marks in found],
-            "bytes": [text_bytes(ids, tokenizer) for ids, _ in found],
-        }
     if strange := [value for value in values if not isinstance(value, str)]:
-        raise UsageError(f"--text-column {column}: {str(strange[0])[:50]} is neither a string nor a chat")
+        raise UsageError(
+            f"--text-column {column}: {str(strange[0])[:50]} is no string. Train on chats with TRL's SFTTrainer"
+        )
     parts = [part.strip("\n") for text in values for part in (text.split(separator) if separator else [text])]
     texts = [part for part in parts if part.strip()]
     end = [] if tokenizer("").input_ids or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # verbose=False: no warning that a text is longer than the model's context
     encoded = tokenizer(texts, return_attention_mask=False, verbose=False).input_ids if texts else []
     return {"tokens": [ids + end for ids in encoded], "bytes": [len(text.encode()) for text in texts]}
-
-
-def is_chat(value: object) -> bool:
-    """Return whether a value is a chat."""
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value
-    )
-
-
-def encode_chat(tokenizer: Tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    """Tokenise a chat as the tokenizer's template writes it out; also return which tokens are learnt, the assistant's.
-
-    A template can mark what the assistant says (`{% generation %}`). Otherwise the chat is written out twice, up to the
-    prompt for the assistant's message and up to the end of the message. The difference is what the assistant says.
-
-    Raises:
-        UsageError: if the tokenizer has no template, if the template cannot write the chat, or if the assistant's parts
-            cannot be found in it.
-    """
-    if tokenizer.chat_template is None:
-        raise UsageError("--text-column names chats, but this tokenizer has no chat template to write them out")
-    try:
-        if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
-            encoded = tokenizer.apply_chat_template(
-                chat, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-            )
-            return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
-        written = tokenizer.apply_chat_template(chat, tokenize=False)
-        spans = list(assistant_spans(tokenizer, chat, written))
-        encoded = tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return encoded.input_ids, [
-            any(start <= first < end for start, end in spans) for first, _ in encoded.offset_mapping
-        ]
-    except (jinja2.TemplateError, NotImplementedError, TypeError) as error:
-        raise UsageError(f"the tokenizer's chat template cannot write out a chat of --data: {error}") from None
-
-
-def assistant_spans(tokenizer: Tokenizer, chat: Chat, written: str) -> Iterator[tuple[int, int]]:
-    """Yield the first and last + 1 character of each of the assistant's parts in a chat that was written out."""
-    for index, message in enumerate(chat):
-        if message["role"] == "assistant":
-            before = (
-                tokenizer.apply_chat_template(chat[:index], tokenize=False, add_generation_prompt=True) if index else ""
-            )
-            until = tokenizer.apply_chat_template(chat[: index + 1], tokenize=False)
-            if not (until.startswith(before) and written.startswith(until)):
-                raise UsageError(
-                    "the tokenizer's chat template writes earlier turns in another way once others follow, and does "
-                    "not mark what the assistant generates: put {% generation %} and {% endgeneration %} around that"
-                )
-            yield len(before), len(until)
 
 
 # ------------------------------------------------------------------------------------------------------------ the split
@@ -291,8 +224,7 @@ def cut(documents: list[Document], tokenizer: Tokenizer, tokens: int) -> list[Do
 def part_of(document: Document, part: slice, tokenizer: Tokenizer) -> Document:
     """Return a part of a document."""
     tokens = document.tokens[part]
-    counted = None if document.counted is None else document.counted[part]
-    return Document(tokens, text_bytes(tokens, tokenizer), counted)
+    return Document(tokens, text_bytes(tokens, tokenizer))
 
 
 def text_bytes(tokens: Tensor | list[int], tokenizer: Tokenizer) -> int:
@@ -304,9 +236,8 @@ def stream(documents: list[Document]) -> Document:
     """Concatenate documents."""
     if not documents:
         return Document(torch.empty(0, dtype=torch.long), 0)
-    marks = [document.counted for document in documents if document.counted is not None]
     tokens = torch.cat([document.tokens for document in documents])
-    return Document(tokens, sum(document.bytes for document in documents), torch.cat(marks) if marks else None)
+    return Document(tokens, sum(document.bytes for document in documents))
 
 
 @dataclass
@@ -335,10 +266,8 @@ class Text:
         """Return the SHA-256 of all tokens, of the limits of the documents, and of the split."""
         digest = hashlib.sha256()
         for part in (self.train, self.held_out):
-            whole = stream(part)
             digest.update(f"{[(len(document.tokens), document.bytes) for document in part]}".encode())
-            for tensor in (whole.tokens, whole.counted):
-                digest.update(b"" if tensor is None else tensor.numpy().tobytes())
+            digest.update(stream(part).tokens.numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -388,7 +317,6 @@ class Windows:
         self.total = len(text.tokens)
         count = self.total // length
         self.tokens = text.tokens[: count * length].view(count, length)
-        self.counted = None if text.counted is None else text.counted[: count * length].view(count, length)
         self.starts = None
         if packing == "documents":
             lengths = torch.tensor([len(document.tokens) for document in documents])
@@ -403,8 +331,6 @@ class Windows:
         tokens = self.tokens[indices]
         targets = torch.full_like(tokens, IGNORED)
         targets[:, :-1] = tokens[:, 1:]
-        if self.counted is not None:
-            targets[:, :-1][~self.counted[indices][:, 1:]] = IGNORED
         if self.starts is None:
             return {"input_ids": tokens, "targets": targets}
         starts = self.starts[indices]

@@ -293,11 +293,10 @@ def check_arguments(arguments: Arguments) -> Schemes:
 
 def check_training(arguments: SharedArguments) -> None:
     """Raise UsageError for options that contradict each other, and for a tracker that is not installed."""
-    chosen, length, steps = arguments.positions, arguments.position_length, arguments.steps
-    if chosen != "plain":
-        if length is None or length <= arguments.train_length:
-            least = arguments.train_length
-            raise UsageError(f"--positions {chosen} needs --position-length above --train-length {least}, not {length}")
+    length, steps = arguments.pose_length, arguments.steps
+    if length is not None:
+        if length <= arguments.train_length:
+            raise UsageError(f"--pose-length {length} must be above --train-length {arguments.train_length}")
         clashes = {
             "--packing documents": arguments.packing == "documents",
             "--context-parallel": arguments.context_parallel > 1,
@@ -305,7 +304,7 @@ def check_training(arguments: SharedArguments) -> None:
             "--recovery-steps for all --steps": arguments.recovery_steps == steps,
         }
         for other in (name for name, given in clashes.items() if given):
-            raise UsageError(f"--positions {chosen} cannot be combined with {other}")
+            raise UsageError(f"--pose-length cannot be combined with {other}")
     if arguments.distill and arguments.context_parallel > 1:
         raise UsageError("--context-parallel cannot be combined with --distill: the teacher reads whole windows")
     if (arguments.recovery_steps or 0) > steps:
@@ -330,14 +329,14 @@ def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, 
     Raises:
         UsageError: if there are too few positions, or attention would cross from one packed document to another.
     """
-    trained = max(arguments.train_length, arguments.position_length or 0)
+    trained = max(arguments.train_length, arguments.pose_length or 0)
     longest = max(trained, measured)
     with hf_posenc.patched(model, schemes, seed=arguments.seed) if schemes else nullcontext():
         limit = models.position_limit(model)
         needed = longest if schemes else trained
         if limit is not None and limit < needed:
             raise UsageError(
-                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length, --lengths, --position-length "
+                f"--scheme {arguments.scheme} ends at {limit} positions, --train-length, --lengths, --pose-length "
                 f"go to {needed}: for instance --scheme-args num_positions={needed}"
             )
         if arguments.packing == "documents" and not models.keeps_documents_apart(model):
@@ -345,8 +344,8 @@ def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, 
                 "--packing documents: the attention mask of this model does not take positions into account, so "
                 "attention crosses from document to document"
             )
-        if arguments.positions != "plain" and arguments.position_length is not None:
-            check_follows(model, arguments.positions, arguments.position_length)
+        if arguments.pose_length is not None:
+            check_follows(model, arguments.pose_length)
         return not keeps_positions(model)
 
 

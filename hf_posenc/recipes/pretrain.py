@@ -83,7 +83,7 @@ def check_arguments(arguments: Arguments) -> dict[str, tuple[Schemes, dict[str, 
     A table is as long as the training needs.
     """
     measurements.check(arguments, *(arguments.train_length * times for times in (1, 2, 4, 8)))
-    longest = max(arguments.train_length, arguments.position_length or 0)
+    longest = max(arguments.train_length, arguments.pose_length or 0)
     variants: dict[str, tuple[Schemes, dict[str, Any]]] = {}
     for name in arguments.schemes:
         given = list(arguments.scheme_args) or sweeps.table_args(name, longest)

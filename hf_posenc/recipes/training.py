@@ -32,10 +32,11 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 import hf_posenc
 
 from ..core.modules import PositionModule
-from .corpus import IGNORED, Document, Windows, order
+from ..model.logits import IGNORED
+from .corpus import Document, Windows, order
 from .models import position_table
 from .options import Count, Length, Natural, Positive, UsageError
-from .training_positions import ChosenPositions
+from .training_positions import SkippedPositions
 
 WEIGHT_DECAY = 0.01
 """Weight decay of matrices; vectors and position parameters get none."""
@@ -64,10 +65,9 @@ class TrainingArguments:
         eval_every: steps between points of the recovery curve (held-out loss); 0 draws none.
         save_every: steps between saved states, from which --resume goes on; 0 saves only when interrupted.
         tracker: service that loss and learning rate are also sent to.
-        positions: plain counts them from 0. pose cuts each window in two and skips positions between the parts;
-            randomised draws sorted positions, and real draws them between the integers as well. Windows stay short,
-            and meet the distances of long ones. Steps of the recovery, and measurements, keep plain positions.
-        position_length: chosen positions are below this number; it must exceed --train-length.
+        pose_length: number of positions that windows visit, more than --train-length: each is cut in two, and skips
+            some between its parts (PoSE). So short windows meet the distances of long ones. Steps of the recovery,
+            and measurements, skip none.
     """
 
     train_length: Length = 1024
@@ -82,8 +82,7 @@ class TrainingArguments:
     eval_every: Natural = 0
     save_every: Natural = 0
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
-    positions: Literal["plain", "pose", "randomised", "real"] = "plain"
-    position_length: Length | None = None
+    pose_length: Length | None = None
 
     @property
     def tokens_to_read(self) -> int:
@@ -132,7 +131,7 @@ class Phase:
         forwards: forward passes per step and process.
         groups: number of processes, or of the groups that share a sequence.
         seed: seed of the order of the windows.
-        positions: the positions of the windows; None for plain ones.
+        positions: the positions of the windows; None for those without skips.
     """
 
     windows: Windows
@@ -142,7 +141,7 @@ class Phase:
     forwards: int
     groups: int
     seed: int
-    positions: ChosenPositions | None = None
+    positions: SkippedPositions | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -182,8 +181,8 @@ def phases(
             rows = max(1, arguments.batch_size * arguments.train_length // length)
             windows = Windows(documents, length, packing)
             plan.append(Phase(windows, last - first, first, rows, arguments.gradient_accumulation, groups, seed))
-    if arguments.position_length is not None and arguments.positions != "plain":
-        plan[-1].positions = ChosenPositions(arguments.positions, arguments.position_length, seed)
+    if arguments.pose_length is not None:
+        plan[-1].positions = SkippedPositions(arguments.pose_length, seed)
     for phase in plan:
         needed, length = phase.rows * accelerator.num_processes, phase.windows.length
         if len(phase.windows) < needed:
@@ -421,7 +420,7 @@ def one_step(
         batches = [shard(batch, sharing) for batch in batches]
     # Windows differ in their number of targets. The mean is over the targets of the step, on whatever process they are.
     local_targets = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum().float()
-    # In chats a step may contain no target at all: nothing that the assistant says.
+    # Packed documents of one token have none.
     num_targets = max(accelerator.reduce(local_targets.to(accelerator.device), "sum").item(), 1)
     loss_sum = torch.zeros((), device=accelerator.device)
     for batch in batches:

@@ -23,7 +23,6 @@ class Row:
         wrong: (hyper-parameter, wrong value, error, what the message says).
         acts: hyper-parameters by which the scheme acts in the few tokens of the tests, if its defaults do not.
         beside: hyper-parameter -> others without which it is not read, in place of `acts`.
-        properties: verdicts of `analysis.properties`: unique, linear, generalises, deterministic, several dimensions.
         spacing: whether it matters to the scheme how far apart positions are, not only which comes first.
         modules: hyper-parameters that engines are compared with, for schemes on scores; named as `variants`.
     """
@@ -31,7 +30,6 @@ class Row:
     variants: dict[str, dict[str, Any]]
     values: dict[str, tuple[Any, Any]]
     wrong: list[Wrong]
-    properties: tuple[str, str, str, str, str]
     spacing: bool = True
     acts: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -59,7 +57,6 @@ ROWS: dict[str, Row] = {
         variants={"": {}},
         values={},
         wrong=[],
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
         spacing=False,
     ),
     "sinusoidal": Row(
@@ -88,7 +85,6 @@ ROWS: dict[str, Row] = {
             ("scale", "auto", ValueError, ["match", "positive"]),
             *no_number("scale", True),
         ],
-        properties=("yes", "yes", "no", "yes", "yes"),
     ),
     "learned": Row(
         variants={
@@ -109,7 +105,6 @@ ROWS: dict[str, Row] = {
             *no_switch("share_layers"),
             ("initialization", "random", ValueError, ["native", "sinusoidal", "normal"]),
         ],
-        properties=("no", "no", "no", "no", "no"),
     ),
     "rope": Row(
         variants={"": {"rope_theta": 100.0}},
@@ -145,7 +140,6 @@ ROWS: dict[str, Row] = {
             *[("frequencies", {"name": "ntk", "factor": value}, ValueError, ["factor"]) for value in (1, INF, "4")],
             ("frequencies", {"slow": (1.0,)}, ValueError, ["slow"]),
         ],
-        properties=("yes", "yes", "no", "yes", "yes"),
     ),
     "far_rope": Row(
         variants={
@@ -175,7 +169,6 @@ ROWS: dict[str, Row] = {
             "chunk": {"kind": "dual_chunk"},
             "length": {"kind": "dual_chunk", "chunk": 2},
         },
-        properties=("no", "not applicable", "yes", "yes", "yes"),
         modules={
             "": {"near": 20},
             "dual-chunk": {"kind": "dual_chunk", "chunk": 30, "length": 40},
@@ -193,7 +186,6 @@ ROWS: dict[str, Row] = {
             ("pairs", [[[0]]], ValueError, ["lists for 1 layers"]),
         ],
         acts={"pairs": [0]},
-        properties=("yes", "not applicable", "no", "yes", "yes"),
         modules={"": {"pairs": [0, 3]}},
     ),
     "transformer_xl": Row(
@@ -206,7 +198,6 @@ ROWS: dict[str, Row] = {
             *no_integer("longest", 2.5),
             *no_number("frequencies", ["1"]),
         ],
-        properties=("yes", "not applicable", "no", "yes", "yes"),
         modules={"": {}},
     ),
     "shaw": Row(
@@ -224,7 +215,6 @@ ROWS: dict[str, Row] = {
             *no_switch("share_layers"),
             *no_switch("values"),
         ],
-        properties=("no", "not applicable", "yes", "no", "no"),
         modules={
             "": {"max_distance": 7},
             "per-head": {"max_distance": 40, "share_heads": False},
@@ -248,7 +238,6 @@ ROWS: dict[str, Row] = {
             *[("windows", [2] * count, ValueError, [str(count), "4 heads"]) for count in (3, 5)],
             *no_switch("trainable"),
         ],
-        properties=("yes", "not applicable", "yes", "yes", "yes"),
         modules={"": {}, "trainable": {"trainable": True}},
     ),
     "qk_norm": Row(
@@ -272,13 +261,11 @@ ROWS: dict[str, Row] = {
             ("trainable", False, ValueError, ["not trained"]),
         ],
         acts={"exponent": 1.0},
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
     ),
     "da_transformer": Row(
         variants={"": {}},
         values={"relu": (True, False)},
         wrong=no_switch("relu"),
-        properties=("no", "not applicable", "yes", "yes", "no"),
         modules={"": {}, "signed": {"relu": False}},
     ),
     "t5": Row(
@@ -292,21 +279,18 @@ ROWS: dict[str, Row] = {
             *no_integer("max_distance", "128"),
             *no_switch("share_layers"),
         ],
-        properties=("no", "not applicable", "yes", "no", "no"),
         modules={"": {"num_buckets": 8, "max_distance": 30}},
     ),
     "kerple": Row(
         variants={"": {}, "per-layer": {"share_layers": False}},
         values={"share_layers": (True, False)},
         wrong=no_switch("share_layers"),
-        properties=("yes", "not applicable", "yes", "yes", "yes"),
         modules={"": {}},
     ),
     "bam": Row(
         variants={"": {"share_layers": True}, "centre": {"centre": True}},
         values={"centre": (False, True), "share_layers": (False, True)},
         wrong=[*no_switch("centre"), *no_switch("share_layers")],
-        properties=("yes", "not applicable", "yes", "yes", "yes"),
         modules={"": {}, "centre": {"centre": True}},
     ),
     "fire": Row(
@@ -322,7 +306,6 @@ ROWS: dict[str, Row] = {
             *no_number("threshold", "512"),
             *no_switch("share_layers"),
         ],
-        properties=("yes", "not applicable", "no", "yes", "yes"),
         modules={"": {"hidden_size": 8, "threshold": 16.0}},
     ),
     "temperature": Row(
@@ -347,14 +330,12 @@ ROWS: dict[str, Row] = {
             *no_switch("share_layers"),
         ],
         acts={"length": 2},
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
     ),
     "forgetting": Row(
         variants={"": {}, "low": {"bias": -1.0}},
         values={"bias": (5.0, 1.0)},
         wrong=[*no_number("bias", "5"), *[("bias", value, ValueError, ["finite"]) for value in (INF, NAN)]],
         acts={"bias": 0.0},
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
     ),
     "cope": Row(
         variants={"": {"num_positions": 6}},
@@ -365,7 +346,6 @@ ROWS: dict[str, Row] = {
             *no_integer("num_positions", 2.5),
             *no_switch("share_layers"),
         ],
-        properties=("no", "not applicable", "yes", "no", "no"),
         spacing=False,
         modules={"": {"num_positions": 20}},
     ),

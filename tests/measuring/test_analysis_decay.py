@@ -10,7 +10,7 @@ from situations import JOINING, randomize
 from torch.testing import assert_close
 
 from hf_posenc import available_schemes, patch_model
-from hf_posenc.analysis import decay, frequencies, model_decay, scheme_vectors
+from hf_posenc.analysis import decay, frequencies, model_decay, position_vectors, scheme_vectors
 from hf_posenc.core.dims import Dims
 
 DIMS = Dims(num_heads=4, num_key_value_heads=4, head_dim=16, hidden_size=64, num_layers=1)
@@ -182,3 +182,12 @@ def test_angles_in_every_form(model_type, patched):
     assert_close(
         model_decay(model, tokens(1, 30)).scores[0, 0].double(), torch.tensor(curve).double(), rtol=0, atol=1e-5
     )
+
+
+def test_vectors_of_models():
+    model, offset = tiny("gpt2"), tiny("opt")
+    assert_close(position_vectors(model), model.transformer.wpe.weight.double().detach())
+    assert_close(position_vectors(offset, 5), offset.model.decoder.embed_positions.weight[2:7].double().detach())
+    assert position_vectors(patch_model(tiny("gpt2"), "alibi")) is None
+    with pytest.raises(ValueError, match="64 position vectors, 65"):
+        position_vectors(model, 65)

@@ -102,9 +102,7 @@ def test_a_prompt_that_would_be_cut_is_refused(monkeypatch, model, tokenizer):
     assert adapted._loglikelihood_tokens([("", [1] * 9, [2] * 8)], disable_tqdm=True) == [17]
     with pytest.raises(ValueError, match="take 17 tokens"):
         adapted._loglikelihood_tokens([("", [1] * 9, [2] * 8), ("", [1] * 9, [2] * 9)])
-    cutting = harness_model(model, tokenizer, cut_prompts=True, truncation=True)
-    assert cutting.tok_batch_encode(["a" * 13, "b"], left_truncate_len=12)[0].shape == (2, 12)
-    with pytest.raises(ValueError, match="say cut_prompts=True"):
+    with pytest.raises(ValueError, match="would cut prompts"):
         harness_model(model, tokenizer, truncation=True)
 
 
@@ -118,5 +116,4 @@ def test_the_harness_itself_would_cut_and_is_stopped(model, tokenizer, kind):
     request = Instance(kind, {}, arguments, 0)
     with pytest.raises(ValueError, match="would cut the prompt's beginning"):
         getattr(harness_model(model, tokenizer, max_length=16), kind)([request])
-    for options in ({"max_length": 512}, {"max_length": 16, "cut_prompts": True}):
-        assert len(getattr(harness_model(model, tokenizer, **options), kind)([request])) == 1
+    assert len(getattr(harness_model(model, tokenizer, max_length=512), kind)([request])) == 1

@@ -25,7 +25,6 @@ LAYERS = (
     ("loading", "parallel", "calibration", "checking"),
     ("__init__",),  # collects the public names; what follows may use them
     ("evaluation", "analysis"),
-    ("theory",),
     ("recipes",),
     ("commands",),
     ("cli",),

@@ -67,6 +67,7 @@ def test_files_of_every_kind_give_the_same_documents(corpus, tokenizer, tmp_path
         (["latin.txt"], {}, "--data .*latin.txt: .*utf-8"),
         (["empty.txt"], {}, "there is no text in .*empty.txt"),
         (["blank.txt"], {}, "there is no text in .*blank.txt"),
+        (["chats.jsonl"], {"text_column": "messages"}, "--text-column messages: .* is no string. Train on chats with"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_what_to_do(corpus, tokenizer, tmp_path, names, options, message):
@@ -78,6 +79,7 @@ def test_what_cannot_be_read_is_refused_with_what_to_do(corpus, tokenizer, tmp_p
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
     (tmp_path / "empty.txt").touch()
     (tmp_path / "blank.txt").write_text(" \n\t\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -162,109 +164,3 @@ def test_order_depends_on_seed_and_number_alone(corpus):
     pieces = [0, 3, 4, 13, 14, 30, 35]
     assert [index for a, b in itertools.pairwise(pieces) for index in corpus.order(3, 7, a, b)] == whole
     assert corpus.order(4, 7, 0, 35) != whole
-
-
-CHAT = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "yo"},
-    {"role": "user", "content": "x"},
-    {"role": "assistant", "content": "end"},
-]
-WRITTEN = "<u>hi.<a>yo.<u>x.<a>end."
-COUNTED = "         ###        ####"
-PLAIN = "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-MARKED = (
-    "{% for m in messages %}<{{ m['role'][0] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}."
-    "{% endgeneration %}{% else %}{{ m['content'] }}.{% endif %}{% endfor %}"
-)
-
-
-@pytest.fixture
-def chats(tmp_path):
-    """A file of two chats, the second cut after its first answer."""
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (CHAT, CHAT[:2])), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["without marks", "with generation marks"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_of_chats_only_what_the_assistant_says_counts(corpus, tokenizer, chats, template, streaming):
-    """A mask made by hand: the answers with what ends them, not the prompt before them."""
-    tokenizer.chat_template = template
-    arguments = corpus.DataArguments(data=[str(chats)], text_column="messages", streaming=streaming)
-    found = corpus.documents(tokenizer, arguments, max_tokens=10**6)
-    assert texts_of(found, tokenizer) == [WRITTEN, WRITTEN[:12]]
-    for document in found:
-        assert "".join(" #"[mark] for mark in document.counted) == COUNTED[: len(document.tokens)]
-        assert document.bytes == len(document.tokens)
-    # In windows: the target of a place is the token after it, if the assistant says that.
-    windows = corpus.Windows(found, 18, "concatenate")
-    (targets,) = windows.batch([0])["targets"]
-    ids = tokenizer(WRITTEN).input_ids
-    expected = [ids[place + 1] if COUNTED[place + 1] == "#" else corpus.IGNORED for place in range(17)]
-    assert targets.tolist() == [*expected, corpus.IGNORED]
-    (kept,) = corpus.cut(found[:1], tokenizer, 11)
-    assert kept.counted.tolist() == [mark == "#" for mark in COUNTED[:11]]
-    other = corpus.Text("", "json", 1, [corpus.Document(found[0].tokens, found[0].bytes)], [])
-    assert other.digest() != corpus.Text("", "json", 1, found[:1], []).digest()
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (None, "has no chat template"),
-        (
-            "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ messages | length }}",
-            "writes earlier turns in another",
-        ),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ],
-)
-def test_chats_that_cannot_be_masked(corpus, tokenizer, chats, template, message):
-    tokenizer.chat_template = template
-    arguments = corpus.DataArguments(data=[str(chats)], text_column="messages")
-    with pytest.raises(corpus.UsageError, match=message):
-        corpus.documents(tokenizer, arguments, max_tokens=10**6)
-
-
-def test_the_loss_of_a_step_is_that_of_the_assistants_tokens(recipes, tiny_checkpoints, tmp_path):
-    """The first step on the base itself, by hand: cross-entropy of the assistant's tokens of its windows, in nats."""
-    import torch.nn.functional as F
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    corpus = importlib.import_module("hf_posenc.recipes.corpus")
-    folder = tiny_checkpoints / "llama"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = PLAIN
-    tokenizer.save_pretrained(folder)
-    said = [
-        [{"role": "user", "content": f"{n} and {n}?"}, {"role": "assistant", "content": f"{2 * n}"}] for n in range(99)
-    ]
-    data = tmp_path / "sums.jsonl"
-    data.write_text("".join(json.dumps({"messages": each}) + "\n" for each in said), encoding="utf-8")
-    words = {"model": folder, "data": data, "text-column": "messages", "scheme": "unpatched", "steps": 1}
-    words |= {"train-length": 32, "lengths": 32, "eval-tokens": 64, "output": tmp_path / "out"}
-    words |= {"gradient-accumulation": 1, "batch-size": 2, "retrieval-trials": 0}
-    program = importlib.import_module("hf_posenc.recipes.extend_context")
-    results = program.main([word for name, value in words.items() for word in (f"--{name}", str(value))])
-
-    shuffled = list(range(99))
-    random.Random(0).shuffle(shuffled)
-    held, left = 0, 64
-    while left > 0:
-        held += 1
-        left -= len(f"<u>{shuffled[-held]} and {shuffled[-held]}?.<a>{2 * shuffled[-held]}.")
-    text, marks = "", ""
-    for n in sorted(shuffled[:-held]):
-        text += f"<u>{n} and {n}?.<a>{2 * n}."
-        marks += " " * len(f"<u>{n} and {n}?.<a>") + "#" * len(f"{2 * n}.")
-    ids = torch.tensor(tokenizer(text).input_ids)
-    model = LlamaForCausalLM.from_pretrained(folder)
-    losses = []
-    for window in corpus.order(0, len(ids) // 32, 0, 2):
-        part = slice(32 * window, 32 * window + 32)
-        nats = F.cross_entropy(model(ids[None, part]).logits[0, :-1], ids[part][1:], reduction="none")
-        losses += [value for value, mark in zip(nats.tolist(), marks[part][1:], strict=True) if mark == "#"]
-    assert 0 < len(losses) < 40
-    assert results["training"]["loss"] == pytest.approx([sum(losses) / len(losses)], rel=1e-4)

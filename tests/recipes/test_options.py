@@ -201,7 +201,6 @@ def steps_of_calibration(run):
     assert 3 in taken
 
 
-POSE = {"positions": "pose", "position_length": 64}
 MATCHING = {"calibrate": "matching", "calibrate_steps": 2}
 TEXT = {
     "data_name": from_the_hub(data_name="en"),
@@ -239,8 +238,7 @@ TRAINING = {
         lambda *_: True,
         tracker="tensorboard",
     ),
-    "positions": numbers(positions="randomised", position_length=64),
-    "position_length": numbers(POSE, position_length=80),
+    "pose_length": numbers(pose_length=64),
 }
 OTHER_MODEL = numbers(model=lambda run: run.folder / "gpt2")
 SHARED = {

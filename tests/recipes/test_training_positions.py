@@ -1,4 +1,4 @@
-"""Chosen positions of training windows: the papers' definitions, the seed, exact resuming, and what is refused."""
+"""Skipped positions of training windows: the paper's definition, the seed, exact resuming, and what is refused."""
 
 import importlib
 import json
@@ -10,9 +10,7 @@ from situations import patched_model
 
 import hf_posenc
 
-POSE = {"positions": "pose", "position_length": 100}
-RANDOMISED = {"positions": "randomised", "position_length": 100}
-REAL = {"positions": "real", "position_length": 100}
+POSE = {"pose_length": 100}
 
 
 @pytest.fixture
@@ -23,7 +21,7 @@ def positions(recipes):
 def test_pose_is_the_papers(positions):
     """Zhu et al. 2023, equations (4) and (5): two chunks, the second after a skip, up to the target."""
     tokens, target = 6, 9
-    drawn = positions.ChosenPositions("pose", target, seed=0)
+    drawn = positions.SkippedPositions(target, seed=0)
     seen = {tuple(drawn.draw(window, tokens)) for window in range(2000)}
     wanted = {
         tuple([*range(cut), *(token + skip for token in range(cut, tokens))])
@@ -35,7 +33,7 @@ def test_pose_is_the_papers(positions):
 
 def test_the_skips_of_pose_are_uniform(positions):
     """`u` is drawn from all skips alike, and the cut from all places."""
-    drawn = positions.ChosenPositions("pose", 12, seed=1)
+    drawn = positions.SkippedPositions(12, seed=1)
     rows = torch.tensor([drawn.draw(window, 8) for window in range(4000)])
     skips = torch.bincount(rows[:, -1] - 7, minlength=5) / len(rows)
     assert torch.allclose(skips, torch.full((5,), 0.2), atol=0.03)
@@ -43,26 +41,8 @@ def test_the_skips_of_pose_are_uniform(positions):
     assert torch.allclose(torch.bincount(cuts, minlength=7) / len(cuts), torch.full((7,), 1 / 7), atol=0.03)
 
 
-def test_randomised_positions_are_the_papers(positions):
-    """Ruoss et al. 2023, section 3.1: a subset of 0 .. P - 1, all subsets alike, sorted."""
-    drawn = positions.ChosenPositions("randomised", 5, seed=0)
-    rows = [tuple(drawn.draw(window, 3)) for window in range(4000)]
-    wanted = {(a, b, c) for a in range(5) for b in range(a + 1, 5) for c in range(b + 1, 5)}
-    assert set(rows) == wanted
-    assert all(abs(rows.count(row) / len(rows) - 1 / 10) < 0.02 for row in wanted)
-
-
-def test_real_positions_are_uniform(positions):
-    """Sorted draws of a uniform number: on average, the n-th of N is at n / (N + 1) of the way."""
-    rows = positions.ChosenPositions("real", 11, seed=0).inputs(range(4000), 4)["position_ids"]
-    assert rows.dtype == torch.float32
-    assert torch.allclose(rows.mean(0), torch.tensor([2.0, 4.0, 6.0, 8.0]), atol=0.15)
-    assert (rows != rows.round()).float().mean() > 0.99
-
-
-@pytest.mark.parametrize("kind", ["pose", "randomised", "real"])
-def test_positions_depend_on_seed_and_window_alone(positions, kind):
-    first, second = (positions.ChosenPositions(kind, 500, seed) for seed in (0, 1))
+def test_positions_depend_on_seed_and_window_alone(positions):
+    first, second = (positions.SkippedPositions(500, seed) for seed in (0, 1))
     whole = first.inputs(range(6), 40)
     assert whole["position_ids"].shape == whole["attention_mask"].shape == (6, 40)
     assert whole["attention_mask"].all()
@@ -94,18 +74,10 @@ def test_a_skip_is_no_new_document(positions):
     assert not torch.equal(skipped[:, -1], other[:, -1])
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        pytest.param(POSE, id="pose", marks=pytest.mark.slow),
-        pytest.param(RANDOMISED, id="randomised"),
-        pytest.param(REAL, id="real", marks=pytest.mark.slow),
-    ],
-)
-def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch, asked):
+def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch):
     """A run with random positions ends with the same bits after a stop. Recovery steps have plain positions."""
     training, folder = importlib.import_module("hf_posenc.recipes.training"), tiny_checkpoints
-    common = {**asked, "scheme": "rope", "steps": 4, "recovery_steps": 1, "save_every": 2, "lengths": 16}
+    common = {**POSE, "scheme": "rope", "steps": 4, "recovery_steps": 1, "save_every": 2, "lengths": 16}
     seen, batch = [], training.Phase.batch
     with monkeypatch.context() as patch:
         patch.setattr(training.Phase, "batch", lambda *given: seen.append(batch(*given)) or seen[-1])
@@ -154,28 +126,21 @@ def test_pretraining_takes_positions(recipes, tiny_checkpoints, text, capsys):
 
 
 WRONG = {
-    "no length": (
-        {"positions": "pose"},
-        "--positions pose needs --position-length above --train-length 48, not None",
-    ),
+    "too short": ({"pose_length": 48}, "--pose-length 48 must be above --train-length 48"),
     "documents": ({**POSE, "packing": "documents"}, "cannot be combined with --packing documents"),
     "shared sequences": (
         {**POSE, "context_parallel": 2},
-        "--positions pose cannot be combined with --context-parallel",
+        "--pose-length cannot be combined with --context-parallel",
     ),
-    "a teacher": ({**POSE, "distill": 1}, "--positions pose cannot be combined with --distill"),
+    "a teacher": ({**POSE, "distill": 1}, "--pose-length cannot be combined with --distill"),
     "only recovery": (
         {**POSE, "recovery_steps": 6},
-        "--positions pose cannot be combined with --recovery-steps for all",
+        "--pose-length cannot be combined with --recovery-steps for all",
     ),
-    "no positions": ({**POSE, "scheme": "nope"}, "--positions pose: this model does not look at positions"),
+    "no positions": ({**POSE, "scheme": "nope"}, "--pose-length: this model does not look at positions"),
     "a table": (
         {**POSE, "scheme": "learned", "scheme_args": "num_positions=64"},
-        "--scheme learned ends at 64 positions, --train-length, --lengths, --position-length go to 100",
-    ),
-    "whole distances": (
-        {**REAL, "scheme": "t5"},
-        "--positions real: this model takes no such positions: the scheme of this layer (BucketedBias) takes whole",
+        "--scheme learned ends at 64 positions, --train-length, --lengths, --pose-length go to 100",
     ),
     "the base's table": (
         {**POSE, "scheme": "unpatched", "train_length": 32, "recovery_steps": 0, "model": "gpt2"},
@@ -202,8 +167,8 @@ def test_a_stock_model_that_ignores_ids_is_refused(positions):
     from decoders import decoder
 
     error = importlib.import_module("hf_posenc.recipes.options").UsageError
-    positions.check_follows(decoder("llama"), "pose", 100)
-    with pytest.raises(error, match="--positions pose"):
-        positions.check_follows(decoder("bloom"), "pose", 100)
+    positions.check_follows(decoder("llama"), 100)
+    with pytest.raises(error, match="--pose-length"):
+        positions.check_follows(decoder("bloom"), 100)
     neutral = hf_posenc.patch_model(decoder("llama"), "da_transformer", seed=0)
-    positions.check_follows(neutral, "pose", 100)
+    positions.check_follows(neutral, 100)
