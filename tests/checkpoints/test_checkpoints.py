@@ -31,6 +31,7 @@ from transformers import (
 import hf_posenc
 from hf_posenc import CheckpointError, UnknownSchemeError, describe, export_stock, from_pretrained, inspect, patch_model
 from hf_posenc.checkpoints.class_names import STUB
+from hf_posenc.checkpoints.export import engines_that_run
 from hf_posenc.checkpoints.files import PENDING, complete
 from hf_posenc.core.modules import PositionModule
 
@@ -797,6 +798,55 @@ def test_nope_is_exported_as_smollm3(family, tmp_path):
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(stock) is transformers.SmolLM3ForCausalLM
     assert_same(logits(stock), logits(model))
+
+
+def test_heads_of_any_size_are_exported_as_smollm3(tmp_path):
+    model = patch_model(tiny("llama", head_dim=32), "nope", layers=[1])
+    export_stock(model, tmp_path)
+    assert_same(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("schemes", "model_type"),
+    [
+        ([hf_posenc.schemes.rope.Rope(window=5)], "mistral"),
+        ([hf_posenc.schemes.rope.Rope(window=5, layers=[0])], "smollm3"),
+        ([hf_posenc.schemes.rope.Rope(window=5, layers=[0]), hf_posenc.schemes.nope.Nope(layers=[1])], "smollm3"),
+    ],
+    ids=["everywhere", "some layers", "beside nope"],
+)
+def test_a_window_is_exported(schemes, model_type, tmp_path):
+    model = patch_model(tiny("llama"), schemes)
+    export_stock(model, tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert stock.config.model_type == model_type
+    assert_same(logits(stock), logits(model))
+    assert distance(logits(stock), logits(tiny("llama"))) > 1e-2
+
+
+def test_windows_that_no_stock_class_has(tmp_path):
+    several = [hf_posenc.schemes.rope.Rope(window=5, layers=[0]), hf_posenc.schemes.rope.Rope(window=6, layers=[1])]
+    for schemes in (several, [hf_posenc.schemes.rope.Rope(window=5, sinks=1)]):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="both also with one window"):
+            export_stock(patch_model(tiny("llama"), schemes), tmp_path)
+
+
+def test_yarn_says_how_long_texts_may_be_and_what_runs_it(tmp_path):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for scaling, length, runs in (
+        (yarn, 256, "runs in transformers 4 and 5 and vLLM"),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64, "not in vLLM: its dynamic scaling gives NaN"),
+    ):
+        model = patch_model(tiny("llama"), "rope", scaling=scaling)
+        export_stock(model, tmp_path / scaling["rope_type"])
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / scaling["rope_type"])
+        assert_same(logits(stock), logits(model))
+        assert stock.config.max_position_embeddings == length
+        assert runs in engines_that_run(stock.config)
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "attention_factor": 1.0}
+    config = transformers.LlamaConfig(max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **factors,
+        "original_max_position_embeddings": 64})  # fmt: skip
+    assert "an attention factor of 1.155, not 1" in engines_that_run(config)
 
 
 @pytest.mark.parametrize("family", LEARNED)

