@@ -17,6 +17,7 @@ _PUBLIC_NAMES = {
     ".core.attention_call": "Call",
     ".checking.check": "check",
     ".checking.describe": "describe which_engine",
+    ".checking.other_engines": "OtherEngine",
     ".checking.verify": "verify",
     ".checkpoints.auto_classes": "register_family",
     ".checkpoints.export": "export_stock",

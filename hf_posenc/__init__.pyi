@@ -12,6 +12,7 @@ from .calibration.choices import LayerChoice as LayerChoice, choose_layers as ch
 from .core.attention_call import Call as Call
 from .checking.check import check as check
 from .checking.describe import describe as describe, which_engine as which_engine
+from .checking.other_engines import OtherEngine as OtherEngine
 from .checking.verify import verify as verify
 from .checkpoints.auto_classes import register_family as register_family
 from .checkpoints.export import export_stock as export_stock

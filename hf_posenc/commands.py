@@ -18,7 +18,7 @@ from .api import parse_schemes
 from .checking.catalogue import language_type, refused_types, served_type
 from .checking.check import check as check_model
 from .checking.describe import describe
-from .checking.other_engines import Target
+from .checking.other_engines import OtherEngine
 from .checking.verify import verify as verify_model
 from .checkpoints import files, hub
 from .checkpoints.export import engines_that_run, export_stock
@@ -169,7 +169,7 @@ def check(
     """
     target = None
     if engine is not None:
-        target = Target(engine, served or checkpoint, python, "float32" if dtype == "auto" else dtype)
+        target = OtherEngine(engine, served or checkpoint, python, "float32" if dtype == "auto" else dtype)
     elif served is not None or length is not None:
         raise ValueError("what an engine serves, and --length, go with --engine")
     _print_loading(checkpoint)

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import check, export_gguf, export_stock, patch_model
-from hf_posenc.checking.other_engines import Target
+from hf_posenc.checking.other_engines import OtherEngine
 from hf_posenc.checkpoints.files import replaced
 
 LENGTH = 767
@@ -54,24 +54,28 @@ def swapped(checkpoint: str, name: str) -> Any:
     return model
 
 
-def targets(model: Any, name: str, folder: Path, pythons: dict[str, str]) -> dict[str, Target]:
+def targets(model: Any, name: str, folder: Path, pythons: dict[str, str]) -> dict[str, OtherEngine]:
     """Export a model, and return what each engine is to run."""
-    found: dict[str, Target] = {}
+    found: dict[str, OtherEngine] = {}
     if SWAPS[name][0] != "alibi":
         export_stock(model, folder / "stock")
-        for column, engine in (("transformers 5", "transformers"), ("transformers 4.57", "transformers"), ("vLLM", "vllm")):
+        for column, engine in (
+            ("transformers 5", "transformers"),
+            ("transformers 4.57", "transformers"),
+            ("vLLM", "vllm"),
+        ):
             if column in pythons:
-                found[column] = Target(engine, str(folder / "stock"), pythons[column])
+                found[column] = OtherEngine(engine, str(folder / "stock"), pythons[column])
     elif "vLLM" in pythons:
         model.save_pretrained(folder / "patched")
-        found["vLLM"] = Target("vllm", str(folder / "patched"), pythons["vLLM"])
+        found["vLLM"] = OtherEngine("vllm", str(folder / "patched"), pythons["vLLM"])
     for column, dtype in (("llama.cpp, float32", "float32"), ("llama.cpp, q8_0", "q8_0")):
         if "llama.cpp" in pythons:
             try:
                 export_gguf(model, folder / f"{dtype}.gguf", dtype=dtype)
             except ValueError:  # no graph, or rows that q8_0 cannot hold
                 continue
-            found[column] = Target("llama.cpp", str(folder / f"{dtype}.gguf"), pythons["llama.cpp"])
+            found[column] = OtherEngine("llama.cpp", str(folder / f"{dtype}.gguf"), pythons["llama.cpp"])
     return found
 
 

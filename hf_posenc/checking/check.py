@@ -15,7 +15,7 @@ from ..model.patch_record import language_model
 from .behaviour import QUESTIONS, cache_outcome, number_outcomes
 from .conformance import engine_outcomes
 from .fingerprint import LENGTHS, fingerprint
-from .other_engines import Target
+from .other_engines import OtherEngine
 from .report import CheckReport, Outcome
 from .rotation import beyond_outcomes, rotation_outcomes
 from .runner import FAILURES, InFloat32, NotMeasuredError, trial, unwrapped
@@ -27,7 +27,7 @@ Measure = Callable[[], "Outcome | Iterator[Outcome]"]
 
 @torch.no_grad()
 def check(
-    model: PreTrainedModel, *, seed: int = 0, engine: Target | None = None, length: int | None = None
+    model: PreTrainedModel, *, seed: int = 0, engine: OtherEngine | None = None, length: int | None = None
 ) -> CheckReport:
     """Measure what the positions of a model do, stock, forked or patched, and report what is wrong.
 
@@ -54,7 +54,7 @@ def check(
     Args:
         model: a model of transformers or of anybody's code on top of it, on any device, in any mode.
         seed: seed of the tokens.
-        engine: `Target("vllm", FOLDER)`, for example: an engine, and what it runs.
+        engine: `OtherEngine("vllm", FOLDER)`, for example.
         length: most tokens of a prompt for an engine; None means 4,096.
 
     Returns:

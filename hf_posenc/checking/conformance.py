@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..core.errors import HfPosencError
 from ..model.logits import logits_function
 from ..transformers_glue.rotary import ORIGINAL_LENGTH
-from .other_engines import Answer, Question, Target
+from .other_engines import Answer, OtherEngine, Question
 from .report import Outcome
 from .subject import Subject
 from .variants import Variant, variants
@@ -35,7 +35,7 @@ CLEARLY = 0.2
 """A variant explains a difference if it leaves at most this part of it."""
 
 
-def engine_outcomes(subject: Subject, target: Target, length: int | None) -> Iterator[Outcome]:
+def engine_outcomes(subject: Subject, target: OtherEngine, length: int | None) -> Iterator[Outcome]:
     """Yield whether an engine gives the log-probabilities of a model, in each shape, and what explains it if not.
 
     Args:
@@ -69,7 +69,7 @@ def engine_outcomes(subject: Subject, target: Target, length: int | None) -> Ite
         yield _cause(subject, target, [(answers[each], bool(questions[each].new)) for each in failed])
 
 
-def _is_precise(target: Target) -> bool:
+def _is_precise(target: OtherEngine) -> bool:
     """Return whether an engine computes in float32 with float32 weights."""
     if target.is_server:
         return False
@@ -167,7 +167,7 @@ def _off(model: PreTrainedModel, answers: list[Answer], behind: PreTrainedModel 
     return total
 
 
-def _cause(subject: Subject, target: Target, failed: list[tuple[Answer, bool]]) -> Outcome:
+def _cause(subject: Subject, target: OtherEngine, failed: list[tuple[Answer, bool]]) -> Outcome:
     """Return which wrong fact about positions explains the differences best, or that none does."""
     model = subject.model
     answers = [answer for answer, _ in failed if all(map(math.isfinite, answer.scores or []))]
@@ -196,7 +196,7 @@ def _cause(subject: Subject, target: Target, failed: list[tuple[Answer, bool]]) 
     return Outcome(variant.about, False, found, mean)
 
 
-def _candidates(model: PreTrainedModel, target: Target) -> Iterator[Variant]:
+def _candidates(model: PreTrainedModel, target: OtherEngine) -> Iterator[Variant]:
     """Yield the variants of a model and, if the engine runs another checkpoint, of that one."""
     yield from variants(model)
     folder = Path(target.served)

@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Target:
+class OtherEngine:
     """An engine and what it runs.
 
     Attributes:

@@ -21,7 +21,7 @@ from cases import paper_slopes, rope_frequencies
 from decoders import decoder
 
 from hf_posenc import check, export_gguf, export_stock, patch_model
-from hf_posenc.checking.other_engines import Answer, Target
+from hf_posenc.checking.other_engines import Answer, OtherEngine
 from hf_posenc.cli import main
 from hf_posenc.core.errors import UnsupportedModelError
 
@@ -106,7 +106,7 @@ def literal(model, tokens, facts, prompt):
     return linear(normed(x, "model.norm"), "lm_head").log_softmax(-1)
 
 
-class Loops(Target):
+class Loops(OtherEngine):
     """An engine that computes a model by loops, as the facts say."""
 
     def __init__(self, model, facts):
@@ -264,7 +264,7 @@ def test_a_server_is_asked_by_its_address(engine, interface):
     model = rotating()
     for facts, ok in ((facts_of(model), True), (facts_of(model, unrotated=(0, 1)), False)):
         with served(partial(interface, model, facts)) as address:
-            report = check(model, engine=Target(engine, address + ("/v1" if engine == "vllm" else "")))
+            report = check(model, engine=OtherEngine(engine, address + ("/v1" if engine == "vllm" else "")))
         assert report.ok is ok, report
         assert ok or report.outcomes[-1].about == "no positions"
         silent = [each.about for each in report.not_measured]
@@ -274,9 +274,9 @@ def test_a_server_is_asked_by_its_address(engine, interface):
 def test_a_server_that_fails_says_so():
     with served(lambda path, data: (400, {"error": "no such model"})) as address:
         with pytest.raises(UnsupportedModelError, match=r"/v1/models answered 400: .*no such model"):
-            check(rotating(), engine=Target("vllm", address))
+            check(rotating(), engine=OtherEngine("vllm", address))
     with pytest.raises(UnsupportedModelError, match="no server answers at"):
-        check(rotating(), engine=Target("vllm", address))
+        check(rotating(), engine=OtherEngine("vllm", address))
 
 
 def test_the_command_compares_with_a_program(tmp_path, capsys):
@@ -335,7 +335,7 @@ def test_vllm_serves_patched_checkpoints(scheme, tmp_path):
         for attention in (layer.self_attn for layer in model.model.layers):
             attention.posenc.slopes.data.mul_(torch.tensor([1.5, 0.5, 1.2, 0.3]))
     model.save_pretrained(tmp_path)
-    target = Target("vllm", str(tmp_path), os.environ["HF_POSENC_VLLM"])
+    target = OtherEngine("vllm", str(tmp_path), os.environ["HF_POSENC_VLLM"])
     if scheme == "t5":
         with pytest.raises(UnsupportedModelError, match="vLLM cannot compute t5"):
             check(model, engine=target, length=256)
@@ -354,6 +354,6 @@ def test_llama_cpp_runs_gguf_files(scheme, tmp_path):
     model = patch_model(stock, scheme, seed=0, **({"rope_theta": 500.0} if scheme == "rope" else {}))
     with pytest.warns(UserWarning, match="gets no tokenizer"):
         export_gguf(model, tmp_path / "model.gguf")
-    target = Target("llama.cpp", str(tmp_path / "model.gguf"), os.environ["HF_POSENC_LLAMA_CPP"])
+    target = OtherEngine("llama.cpp", str(tmp_path / "model.gguf"), os.environ["HF_POSENC_LLAMA_CPP"])
     report = check(model, engine=target, length=256)
     assert report.ok, report
