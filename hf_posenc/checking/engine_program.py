@@ -43,6 +43,9 @@ def ask_llama_cpp(job: dict[str, Any]) -> Iterator[Any]:
     import llama_cpp
     import numpy
 
+    default = llama_cpp.llama_model_default_params()
+    default.use_extra_bufts = False  # repacked for AMX, q8_0 ends the process in llama-cpp-python 0.3.36
+    llama_cpp.llama_cpp.llama_model_default_params = lambda: default
     options = {"n_ctx": job["length"], "n_batch": job["chunk"], "n_ubatch": job["chunk"], "type_k": 0, "type_v": 0}
     llm = llama_cpp.Llama(job["model"], logits_all=True, flash_attn=False, verbose=False, **options)
 

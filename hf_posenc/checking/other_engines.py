@@ -98,16 +98,16 @@ class OtherEngine:
             except OSError as error:
                 raise UnsupportedModelError(f"{self.python} is no Python that can be started: {error}") from error
             if run.returncode:
-                raise UnsupportedModelError(self._complaint(run.stderr))
+                raise UnsupportedModelError(self._complaint(run.stderr, run.returncode))
             answers = json.loads(Path(files[1]).read_text())
         return [
             Answer(question.tokens + written, scores if question.new else prompt)
             for question, (prompt, written, scores) in zip(questions, answers, strict=True)
         ]
 
-    def _complaint(self, stderr: str) -> str:
+    def _complaint(self, stderr: str, status: int) -> str:
         """Return why the engine did not run."""
-        lines = [line for line in stderr.splitlines() if line.strip()] or ["it ended without a word"]
+        lines = [line for line in stderr.splitlines() if line.strip()] or [f"it ended with status {status}"]
         if "ModuleNotFoundError" in lines[-1]:
             package = INSTALL[self.engine]
             return (
