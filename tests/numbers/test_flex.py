@@ -404,7 +404,9 @@ def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_against_the_reference(case, situation, dtype):
     positions, shown = SITUATIONS[situation]()
-    fields = {name: each.cuda() for name, each in vars(positions).items() if each is not None}
+    if case.startswith("shaw") and situation in NO_BAND:
+        pytest.skip("it is refused")
+    fields = {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in vars(positions).items()}
     positions, shown = Positions(**fields), shown if shown is None else shown.cuda()
     module = MODULES[case](4).cuda()
     tensors = [t.detach().cuda().requires_grad_() for t in inputs(positions, 4, 2, dtype)]
