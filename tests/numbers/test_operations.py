@@ -68,8 +68,8 @@ def operations(scheme, layers, queries, **hyperparameters):
     ("scheme", "prompt", "token"),
     [
         ("alibi", 4, -9),
-        ("transformer_xl", 14, 2),
-        (["rope", "forgetting"], 30, 18),
+        ("transformer_xl", 14, -3),
+        (["rope", "forgetting"], 30, 10),
         ("t5", None, 7),
         ("kerple", None, 3),
     ],
