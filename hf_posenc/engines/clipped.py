@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from ..core.attention_call import Call
 from ..core.forms import ClippedVectors
@@ -62,22 +63,19 @@ class Clipped(SpanEngine):
 
 
 class _Chunk:
-    """The near part of one chunk: the queries `start` to `end` and their near keys; `i` sits on key `i + shift`."""
+    """The near part of one chunk: the queries `start` to `end` and their near keys; `i` sits on key `i + shift`.
+
+    Keys and values are in float32, with `near - 1` rows of zeros before the first.
+    """
 
     def __init__(self, start: int, end: int, shift: int, near: int) -> None:
         self.rows = slice(start, end)
         first = shift + start - near + 1
-        self.first, self.missing = max(0, first), max(0, -first)
-        self.keys = slice(self.first, shift + end)
-        self.near = near
-        self.width = end - start + near - 1
+        self.first = max(0, first)
+        self.near, self.width = near, end - start + near - 1
+        self.keys = slice(shift + start, shift + start + self.width)
         row, column = torch.arange(end - start)[:, None], torch.arange(self.width)
-        self.masked = (column > row + near - 1) | (column < self.missing)
-
-    def window(self, tensor: Tensor) -> Tensor:
-        """Return the chunk's keys or values in float32, (B, H, width, D), padded with zeros before the first key."""
-        part = tensor[:, :, self.keys].float()
-        return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
+        self.masked = (column > row + near - 1) | (column < -first)
 
     def band(self, block: Tensor) -> Tensor:
         """Return a view of a contiguous block (B, H, rows, width): its m near distances, (B, H, rows, m)."""
@@ -89,10 +87,6 @@ class _Chunk:
         block = q @ k.mT
         self.band(block).add_(q @ a.mT)
         return block.masked_fill_(self.masked, float("-inf"))
-
-    def add(self, sums: Tensor, part: Tensor) -> None:
-        """Add gradients of the window to the sums of all keys, (B, H, L, D), in place."""
-        sums[:, :, self.keys] += part[:, :, self.missing :]
 
 
 def _chunks(queries: int, keys: int, near: int) -> list[_Chunk]:
@@ -112,12 +106,13 @@ class _Clipped(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         output, log_sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        k, v = (pad(each.float(), (0, 0, a.shape[1] - 1, 0)) for each in (key, value))
 
         for chunk in _chunks(query.shape[2], key.shape[2], a.shape[1]):
-            scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
+            scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, k[:, :, chunk.keys], a)
             top = scores.amax(-1, keepdim=True)
             weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.masked, 0.0)
-            part = weights @ chunk.window(value)
+            part = weights @ v[:, :, chunk.keys]
             if b is not None:
                 part += chunk.band(weights) @ b
             total = weights.sum(-1, keepdim=True)
@@ -140,36 +135,36 @@ class _Clipped(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, a, b, output, log_sums = ctx.saved_tensors
         scaling = ctx.scaling
-        grad_query, grad_key, grad_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
+        before = a.shape[1] - 1
+        k, v = (pad(each.float(), (0, 0, before, 0)) for each in (key, value))
+        grad_query, grad_key, grad_value = (torch.zeros(each.shape) for each in (query, k, v))  # in float32
         grad_a, grad_b = (None if each is None else torch.zeros(query.shape[1], *each.shape[1:]) for each in (a, b))
 
         for chunk in _chunks(query.shape[2], key.shape[2], a.shape[1]):
-            rows, far = (slice(None), slice(None), chunk.rows), (slice(None), slice(None), slice(0, chunk.first))
+            every = slice(None), slice(None)
+            rows, near, far = (*every, chunk.rows), (*every, chunk.keys), (*every, slice(0, chunk.first))
             q, g, o = (each[rows].float() for each in (query, gradient, output))
-            q, k = q * scaling, chunk.window(key)
-            weights = chunk.scores(q, k, a).sub_(log_sums[rows][..., None]).clamp_(min=SMALLEST).exp_()
+            q = q * scaling
+            weights = chunk.scores(q, k[near], a).sub_(log_sums[rows][..., None]).clamp_(min=SMALLEST).exp_()
             weights.masked_fill_(chunk.masked, 0.0)
-            grad_scores = g @ chunk.window(value).mT
+            grad_scores = g @ v[near].mT
             if b is not None and grad_b is not None:
                 chunk.band(grad_scores).add_(g @ b.mT)
                 grad_b += (chunk.band(weights).mT @ g).sum(0)
             grad_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
             in_band = chunk.band(grad_scores)
-            grad_query[rows] += (grad_scores @ k + in_band @ a).mul_(scaling)
+            grad_query[rows] += (grad_scores @ k[near] + in_band @ a).mul_(scaling)
             grad_a += (in_band.mT @ q).sum(0)
-            chunk.add(grad_key, grad_scores.mT @ q)
-            chunk.add(grad_value, weights.mT @ g)
+            grad_key[near] += grad_scores.mT @ q
+            grad_value[near] += weights.mT @ g
             if chunk.first:
                 given = gradient[rows].contiguous(), query[rows], key[far], value[far], output[rows]
                 dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     *given, log_sums[rows].contiguous(), 0.0, False, scale=scaling
                 )
                 grad_query[rows] += dq
-                grad_key[far] += dk
-                grad_value[far] += dv
-        grad_inputs = (each.to(query.dtype) for each in (grad_query, grad_key, grad_value))
-        return (
-            *grad_inputs,
-            *(None if g is None else g.sum_to_size(a.shape[0], *g.shape[1:]) for g in (grad_a, grad_b)),
-            None,
-        )
+                grad_key[:, :, before : before + chunk.first] += dk
+                grad_value[:, :, before : before + chunk.first] += dv
+        inputs = (each.to(query.dtype) for each in (grad_query, grad_key[:, :, before:], grad_value[:, :, before:]))
+        tables = (None if each is None else each.sum_to_size(len(a), *each.shape[1:]) for each in (grad_a, grad_b))
+        return *inputs, *tables, None

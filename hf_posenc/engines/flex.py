@@ -35,17 +35,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..core.attention_call import Call
-from ..core.forms import Bias, Content, Factors, Form, Slopes, for_form, steps
+from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Ranges, Slopes, for_form, steps
 from ..core.positions import NO_WINDOW, DensePositions, Positions
 from . import selftest
-from .base import Engine, why_not_near_keys
+from .base import Engine, why_not_kernel, why_not_near_keys
 
 DEVICE = "cuda"
 """Type of the devices that the engine takes calls on."""
@@ -79,8 +79,14 @@ CHANGES: Mapping[type[Form], str] = {
     Bias: "added",
     Slopes: "sloped",
     Factors: "rescaled",
+    Ranges: "turned",
+    ClippedVectors: "clipped",
 }
-"""Form -> how its scores are changed, see the top of this file."""
+"""Form -> how its scores are changed, see the top of this file, and of `near_far` for the last two."""
+
+
+PLAIN = ("kept", "turned", "clipped")
+"""Changes that the function of scores has no part in, but for a soft cap."""
 
 
 def change_of(form: Any) -> str:
@@ -96,7 +102,7 @@ def operand(call: Call) -> Tensor:
     """Return what a score is changed by in float32: slopes (H,), or a table by distance."""
     form: Any = call.form
     change = change_of(form)
-    if change == "kept":
+    if change in PLAIN:
         return call.query.new_empty(0, dtype=torch.float32)
     if change == "sloped":
         return form.slopes.float()
@@ -165,9 +171,9 @@ def score_mod(call: Call) -> ScoreMod | None:
         content = capped(score, h).relu() if relu else capped(score, h)
         return content * numbers[h, distance(b, i, j)]
 
-    if change == "kept" and caps is None:
-        return None
-    return {"kept": kept, "sloped": sloped, "added": added, "rescaled": rescaled}[change]
+    if change in PLAIN:
+        return None if caps is None else kept
+    return {"sloped": sloped, "added": added, "rescaled": rescaled}[change]
 
 
 # --------------------------------------------------------------------------------------------------------- the masks
@@ -300,7 +306,7 @@ class Flex(Engine):
     name = "flex"
     traced = True
     value_sizes = True
-    forms = tuple(CHANGES)
+    forms: ClassVar[tuple[type[Form], ...]] = (Content, Bias, Slopes, Factors)
     wrong_form = "the scheme is no table of distances"
 
     def considered(self, call: Call) -> bool:
@@ -309,8 +315,11 @@ class Flex(Engine):
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        if (reason := why_not_kernel(call, call.query.shape[-1]) or self.why_not_form(call)) is not None:
+        reason = why_not_near_keys(call, traced=True) or self.why_not_form(call)
+        if reason := reason or why_not_kernel(call, DEVICE, torch.float32, torch.bfloat16, torch.float16):
             return reason
+        if (size := min(_size(call), call.value.shape[-1])) < SMALLEST_HEAD:
+            return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {size}"
         if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and operand(call).requires_grad:
             return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
         return None
@@ -333,56 +342,43 @@ class Flex(Engine):
     def attend(self, call: Call) -> tuple[Tensor, None]:
         """Compute a call, see `Engine.attend`. Rows that see no key are 0."""
         if torch.compiler.is_compiling():
-            return self.compute(call, selftest.OPTIONS[self.change(call) in selftest.LOOKED_UP][0])
+            return self.compute(call, selftest.OPTIONS[change_of(call.form) in selftest.LOOKED_UP][0])
         return self.compute(call, selftest.options(self.kind(call)))
-
-    def change(self, call: Call) -> str:
-        """Return how scores are changed, see `selftest.Kind`."""
-        return change_of(call.form)
 
     def kind(self, call: Call) -> selftest.Kind:
         """Return the kind of a call, which has kernels of its own."""
-        query, capped = call.query, call.softcap is not None
-        what = (self.change(call), query.dtype, query.shape[3], call.value.shape[3], call.groups > 1, capped)
-        return selftest.Kind(*what, call.positions.aligned, torch.is_grad_enabled(), query.device)
+        value, capped = call.value, call.softcap is not None
+        what = (change_of(call.form), value.dtype, _size(call), value.shape[3], call.groups > 1, capped)
+        return selftest.Kind(*what, call.positions.aligned, torch.is_grad_enabled(), value.device)
 
     def compute(self, call: Call, kernel_options: Mapping[str, Any]) -> tuple[Tensor, None]:
         """Compute a call with some options of the kernel."""
         with torch.autocast(call.query.device.type, enabled=False):
-            return by_kernel(call, kernel_options, score_mod=score_mod(call)).transpose(1, 2), None
+            return by_kernel(call, kernel_options).transpose(1, 2).to(call.query.dtype), None
 
 
-def why_not_kernel(call: Call, size: int) -> str | None:
-    """Return why FlexAttention cannot carry a call with heads of a size, whatever its form, or None if it can."""
-    if (reason := why_not_near_keys(call, traced=True)) is not None:
-        return reason
-    if call.query.device.type != DEVICE:
-        return f"it is written for CUDA, the tensors are on {call.query.device.type}"
-    if call.dropout > 0:
-        return "attention dropout needs the weights"
-    if call.query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"the kernel takes float32, bfloat16 and float16, not {call.query.dtype}"
-    if min(size, call.value.shape[-1]) < SMALLEST_HEAD:
-        return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {size}"
-    return None
+def _size(call: Call) -> int:
+    """Return the size of a head, of which queries may hold several side by side."""
+    return call.query.shape[-1] // (1 + len(call.form.edges))
 
 
 def by_kernel(call: Call, kernel_options: Mapping[str, Any], within: Range | None = None, **options: Any) -> Any:
     """Return the output (B, H, Q, V) of FlexAttention, or what its options ask for.
 
     Args:
-        call: the call. Its form is not read.
+        call: the call, with one variant of queries and keys.
         kernel_options: options of the kernel.
         within: the distances that are seen; None means all.
         **options: other arguments of `flex_attention`.
     """
-    query, positions = call.query, call.positions
+    value, positions = call.value, call.positions
     assert isinstance(positions, Positions)
-    key, value = call.key.to(query.dtype), call.value.to(query.dtype)  # under autocast they may differ
+    # They differ under autocast, and where a scheme rotates in float32.
+    query, key = call.query.to(value.dtype), call.key.to(value.dtype)
     with torch.no_grad():
         name = ("block mask", len(query), within)
         options["block_mask"] = positions.once(name, lambda: block_mask(positions, len(query), within))
-    options |= {"scale": call.scaling, "kernel_options": dict(kernel_options) or None}
+    options |= {"score_mod": score_mod(call), "scale": call.scaling, "kernel_options": dict(kernel_options) or None}
     options["enable_gqa"] = call.groups != 1
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.functional import pad
 
 from ..core.attention_call import Call
-from ..core.forms import ClippedVectors, Content, Form, Ranges, for_form
+from ..core.forms import ClippedVectors, Form, Ranges, for_form
 from ..core.positions import NO_WINDOW, Positions, can_read
-from .flex import INVISIBLE, Flex, Range, by_kernel, score_mod, why_not_kernel
-from .selftest import Kind
+from .flex import INVISIBLE, Flex, Range, by_kernel, change_of
 from .spans import spans
 
 ROWS = 64
@@ -46,11 +46,9 @@ Far = Callable[[Call, Range], Part]
 
 
 def _ranges(form: Ranges, call: Call, far: Far) -> list[Part]:
-    edges = (-NO_WINDOW, *form.edges, NO_WINDOW)
-    return [
-        far(replace(call, query=query, key=key), Range(edges[n], edges[n + 1], form.unit))
-        for n, (query, key) in enumerate(form.variants(call))
-    ]
+    ranges = pairwise((-NO_WINDOW, *form.edges, NO_WINDOW))
+    variants = (replace(call, query=query, key=key) for query, key in form.variants(call))
+    return [far(each, Range(*ends, form.unit)) for each, ends in zip(variants, ranges, strict=True)]
 
 
 def _clipped_vectors(form: ClippedVectors, call: Call, far: Far) -> list[Part]:
@@ -126,9 +124,6 @@ def _why_no_band(call: Call) -> str | None:
 # --------------------------------------------------------------------------------------------------------- the engine
 
 
-CHANGES: Mapping[type[Form], str] = {Ranges: "turned", ClippedVectors: "clipped"}
-"""Form -> how its scores are changed, see `selftest.Kind`."""
-
 PARTS: Mapping[type[Form], Callable[[Any, Call, Far], list[Part]]] = {Ranges: _ranges, ClippedVectors: _clipped_vectors}
 """Form -> function (form, call, computation of far parts) -> parts."""
 
@@ -142,39 +137,21 @@ class NearFar(Flex):
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        if (reason := self.why_not_form(call)) is not None:
-            return reason
-        reason = why_not_kernel(_narrowed(call), call.query.shape[-1] // (1 + len(call.form.edges)))
-        return reason or (_why_no_band(call) if self.change(call) == "clipped" else None)
-
-    def change(self, call: Call) -> str:
-        """Return how scores are changed, see `selftest.Kind`."""
-        return for_form(CHANGES, call.form)
-
-    def kind(self, call: Call) -> Kind:
-        """Return the kind of a call, with the size of one variant."""
-        kind = super().kind(_narrowed(call))
-        return replace(kind, size=kind.size // (1 + len(call.form.edges)))
+        reason = super().why_not(call)
+        return reason or (_why_no_band(call) if change_of(call.form) == "clipped" else None)
 
     def compute(self, call: Call, kernel_options: Mapping[str, Any]) -> tuple[Tensor, None]:
         """Compute a call with some options of the kernel."""
 
         def far(part: Call, within: Range) -> Part:
-            changed = score_mod(replace(part, form=Content()))  # by the soft cap
-            output, more = by_kernel(part, kernel_options, within, score_mod=changed, return_aux=AuxRequest(lse=True))
+            output, more = by_kernel(part, kernel_options, within, return_aux=AuxRequest(lse=True))
             return output, more.lse
 
         with torch.autocast(call.query.device.type, enabled=False):
-            parts = for_form(PARTS, call.form)(call.form, _narrowed(call), far)
+            parts = for_form(PARTS, call.form)(call.form, call, far)
             sums = torch.stack([each for _, each in parts]).clamp(min=LEAST)
             shares = sums.softmax(0)[..., None]
             output = (shares * torch.stack([each.float() for each, _ in parts])).sum(0)
             if (table := call.form.value_table) is not None:
                 output = output + table[..., -1:, :]
         return output.transpose(1, 2).to(call.query.dtype), None
-
-
-def _narrowed(call: Call) -> Call:
-    """Return the call in the dtype of its values: schemes that rotate do so in float32."""
-    dtype = call.value.dtype
-    return replace(call, query=call.query.to(dtype), key=call.key.to(dtype))

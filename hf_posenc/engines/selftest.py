@@ -63,7 +63,7 @@ class Kind:
     """A kind of call, with kernels of its own.
 
     Attributes:
-        change: how scores are changed, see `flex.CHANGES` and `near_far.CHANGES`.
+        change: how scores are changed, see `flex.CHANGES`.
         dtype: of queries and keys.
         size: D.
         values: V.

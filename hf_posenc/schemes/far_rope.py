@@ -320,15 +320,11 @@ class Rotated(ScoreModule):
         return replace(call, query=query.to(call.query.dtype), key=key.to(call.key.dtype), form=Content())
 
 
-Waves = tuple[Tensor, Tensor]
-"""Cosines and sines, see `BaseAngles.waves`."""
-
-
-def _waves(call: Call, angles: BaseAngles, distances: Distances | None = None) -> list[list[Waves]]:
+def _waves(call: Call, angles: BaseAngles, distances: Distances | None = None) -> list[list[tuple[Tensor, Tensor]]]:
     """Return the waves of each variant of queries and keys, or of their own positions; once for all layers."""
     dtype = compute_dtype(call.query)
 
-    def made() -> list[list[Waves]]:
+    def made() -> list[list[tuple[Tensor, Tensor]]]:
         i, j = call.positions.query_positions.clamp(min=0), key_positions(call)
         sides = [(i,), (j,)] if distances is None else [distances.query_positions(i), distances.key_positions(j)]
         return [[angles.waves(each, dtype) for each in side] for side in sides]

@@ -438,7 +438,7 @@ WIDE, NARROW = other_values("alibi", lambda v: torch.cat([v, v], -1)), other_val
         (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
         (call("transformer_xl"), "wide", "does not rescale scores"),
         (call("fire"), "chunked", "does not rescale scores"),
-        (call(dtype=torch.float64), "wide", "float32 and bfloat16"),
+        (call(dtype=torch.float64), "wide", "float32, bfloat16"),
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "wide", "dropout"),
         (call(sinks=torch.zeros(4)), "chunked", "attention sinks"),
