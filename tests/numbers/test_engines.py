@@ -437,7 +437,7 @@ WIDE, NARROW = other_values("alibi", lambda v: torch.cat([v, v], -1)), other_val
         (call("shaw"), "clipped", "no linear bias"),
         (call("da_transformer"), "rescaled", "no vectors of clipped distances"),
         (call("transformer_xl"), "wide", "does not rescale scores"),
-        (call("fire"), "chunked", "does not rescale scores"),
+        (call("fire"), "chunked", "pair by pair, which is slow by nature"),
         (call(dtype=torch.float64), "wide", "float32, bfloat16"),
         (call(softcap=5.0), "chunked", "soft cap"),
         (call(dropout=0.1), "wide", "dropout"),
