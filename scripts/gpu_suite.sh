@@ -11,7 +11,7 @@
 # It runs with the Python that has torch, transformers and pytest: PYTHON, or the first python3. On several cards, run it
 # once for each, with CUDA_VISIBLE_DEVICES and a folder of its own.
 set -uo pipefail
-if [ $# -lt 1 ]; then
+if [ $# -lt 1 ] || { [ $# -eq 2 ] && [ "$2" != "--dry-run" ]; }; then
     sed -n 's/^# \{0,1\}//p' "${BASH_SOURCE[0]}" | sed 1d
     exit 2
 fi
