@@ -48,11 +48,12 @@ from hf_posenc.core.registry import scheme_class
 from hf_posenc.engines import dispatch
 from hf_posenc.engines.dispatch import ENGINES, Engine
 
-SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl", "t5", "kerple", "forgetting")
+SCHEMES = ("alibi", "shaw", "da_transformer", "transformer_xl", "t5", "kerple", "forgetting", "far_rope")
+FAR_ROPE = scheme_class("far_rope")(near=1024)
 # In whole models forget gates stand beside the base's rotation.
-WHOLE = {"forgetting": ["rope", "forgetting"]}
+WHOLE = {"forgetting": ["rope", "forgetting"], "far_rope": FAR_ROPE}
 PHASES = ("forward", "forward+backward", "decode")
-OF_MODELS = ("training", "packed training", "prompt", "token", "compiled training")
+OF_MODELS = ("training", "packed training", "prompt", "token", "compiled training", "compiled prompt")
 # Beyond this many scores per head a T x T candidate does not fit.
 DENSE = 2048 * 2048
 # Seconds that a timing takes at least, by device.
@@ -90,7 +91,8 @@ def inputs(
 def module_of(scheme: str, heads: int, device: str) -> Any:
     if scheme == "forgetting":  # its gates are those of tokens, see `candidates`
         return WithoutPositions()
-    module = scheme_class(scheme)().build(Dims(heads, heads, 64, 64 * heads, 1))
+    chosen = FAR_ROPE if scheme == "far_rope" else scheme_class(scheme)()
+    module = chosen.build(Dims(heads, heads, 64, 64 * heads, 1))
     module.reset_parameters()
     return module.to(device)
 
@@ -103,35 +105,40 @@ def candidates(
     module, scaling = module_of(scheme, heads, device), 64**-0.5
     repeats = heads // groups
     positions = replace(Positions.causal(q.shape[2], length, device), memo={})  # which all layers of a model share
-    call = Call(q, k, v, positions, scaling=scaling, module=module, form=module.form(q))
+    call = Call(q, k, v, positions, scaling=scaling)
     if scheme == "forgetting":
         gates = -torch.rand(1, heads, length, device=device) / 10
         call = replace(call, log_gates=gates.requires_grad_(phase == "forward+backward"))
 
+    handed: list[Call] = []
+    module(call, lambda given: (handed.append(given) or q, None))  # rotated, where the scheme rotates
+
     def run(engine: Engine) -> Run:
         # A module of its own: what one keeps between steps of generation the prompt of another would drop.
         own = copy.deepcopy(module)
-        return lambda: engine.attend(replace(call, module=own, form=own.form(q)))[0]
+        return lambda: own(call, engine.attend)[0]
 
-    def naive() -> Tensor:
-        wide = call.widened()
-        return wide.formula.mix(wide, wide.formula.scores(wide).masked_fill(~wide.visible(), -torch.inf).softmax(-1))
+    def dense(given: Call) -> tuple[Tensor, None]:
+        wide = given.widened()
+        scores = wide.formula.scores(wide).masked_fill(~wide.visible(), -torch.inf)
+        return wide.formula.mix(wide, scores.softmax(-1)), None
 
     found: dict[str, Run] = {
         "plain": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=phase != "decode", enable_gqa=repeats > 1)
     }
     with torch.set_grad_enabled(phase == "forward+backward"):
         for engine in ENGINES:
-            if engine.refusal(call) is None and (engine.name != "reference" or q.shape[2] * length <= DENSE):
+            if engine.refusal(handed[0]) is None and (engine.name != "reference" or q.shape[2] * length <= DENSE):
                 found[engine.name] = run(engine)
-    found["auto"] = lambda: dispatch.attend(replace(call, form=module.form(q)))[0]
+    found["auto"] = lambda: module(call, dispatch.attend)[0]
     if device == "cuda":
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             found[name] = by_kernel(found["plain"], backend)
     if q.shape[2] * length <= DENSE:
-        found["naive"] = naive
-        if isinstance(call.form, (Bias, Slopes)):
-            mask = call.form.curve(length)[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
+        found["naive"] = lambda: module(call, dense)[0]
+        form = handed[0].form
+        if isinstance(form, (Bias, Slopes)):
+            mask = form.curve(length)[:, positions.distance()[0, 0].clamp(min=0).long()].masked_fill(
                 ~positions.visible()[0], -torch.inf
             )
             mask = mask[None].detach().to(dtype)
@@ -250,7 +257,7 @@ def whole_models(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if scheme != "stock":
                 hf_posenc.patch_model(model, WHOLE.get(scheme, scheme), seed=0).to(device)
             for phase, call in phases(model, ids).items():
-                is_compiled = phase == "compiled training"
+                is_compiled = phase.startswith("compiled")
                 if phase not in options.phases or (
                     is_compiled and (scheme not in options.compile or length != lengths[0])
                 ):
@@ -270,7 +277,7 @@ def whole_models(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def phases(model: Any, ids: Tensor) -> dict[str, Run]:
-    """Return what is timed of a model: steps of training, a prompt, a token after it; and the first step compiled."""
+    """Return what is timed of a model: steps of training, a prompt, a token after it; steps and prompts compiled too."""
     from transformers import DynamicCache
 
     def training() -> None:
@@ -296,15 +303,23 @@ def phases(model: Any, ids: Tensor) -> dict[str, Run]:
         model(ids[:, :1], past_key_values=kept[0])
         kept[0].crop(-1)
 
-    compiled: list[Any] = []
+    compiled: dict[bool, Any] = {}
+
+    def by_compiler(training: bool) -> Any:
+        model.train(training)
+        if training not in compiled:
+            compiled[training] = torch.compile(model)
+        return compiled[training]
 
     def compiled_training() -> None:
-        if not compiled:
-            compiled.append(torch.compile(model.train()))
-        compiled[0](ids, labels=ids, use_cache=False).loss.backward()
+        by_compiler(True)(ids, labels=ids, use_cache=False).loss.backward()
+
+    @torch.no_grad()
+    def compiled_prompt() -> None:
+        by_compiler(False)(ids, use_cache=False, logits_to_keep=1)
 
     eager = {"training": training, "packed training": packed_training, "prompt": prompt, "token": token}
-    return {**eager, "compiled training": compiled_training}
+    return {**eager, "compiled training": compiled_training, "compiled prompt": compiled_prompt}
 
 
 def single(function: Run, rounds: int, device: str) -> dict[str, float]:

@@ -105,7 +105,7 @@ def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
     """Return the mean cross entropy of the next token, in nats."""
     model.eval()
     sums = 0.0
-    for batch in tokens.split(max(1, 4096 // tokens.shape[1])):
+    for batch in tokens.to(model.device).split(max(1, 4096 // tokens.shape[1])):
         logits = model(batch, use_cache=False).logits[:, :-1]
         sums += F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
     return sums / tokens[:, 1:].numel()
@@ -130,7 +130,7 @@ def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / warm)
         model.train()
-        batch = train[torch.randint(len(train), (batch_size,), generator=generator)]
+        batch = train[torch.randint(len(train), (batch_size,), generator=generator)].to(model.device)
         logits = model(batch, use_cache=False).logits[:, :-1]
         value = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         value.backward()
@@ -167,6 +167,7 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rate", type=float, default=3e-4, help="of fine-tuning from calibrated starts, and the base")
     parser.add_argument("--plain-rate", type=float, default=1e-3, help="of fine-tuning from plain swaps")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
     results = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {"runs": {}}
@@ -177,9 +178,9 @@ def main() -> int:
     return 0
 
 
-def load(checkpoint: str) -> PreTrainedModel:
+def load(checkpoint: str, device: str) -> PreTrainedModel:
     """Return the base, in float32."""
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
 
 
 def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], results: dict) -> None:
@@ -201,7 +202,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
     for seed in options.seeds:
         fine_tunes = any(start not in options.untrained for start in options.starts)
         if fine_tunes and (name := f"control, seed {seed}") not in results["runs"]:
-            base = load(checkpoint)
+            base = load(checkpoint, options.device)
             before = measure(base, held)
             after = fine_tune(base, train, held, rate=options.rate, batch_size=batch_size, seed=seed, **settings)
             keep(name, {"before": before, "after": after, "rate": options.rate})
@@ -210,7 +211,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                 if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
                     continue
                 given, hyperparameters = SCHEMES[scheme]
-                swapped = patch_model(load(checkpoint), given, seed=seed, **hyperparameters)
+                swapped = patch_model(load(checkpoint, options.device), given, seed=seed, **hyperparameters)
                 began, report = time.perf_counter(), None
                 if start != "plain":
                     matching = Matching(

@@ -147,7 +147,8 @@ class Call:
         A sum begins at the query. So the sums of near keys keep their digits, however many tokens come before.
         """
         assert self.log_gates is not None
-        gates = self.log_gates[:, :, None].masked_fill(~self.visible(), 0)
+        hidden = self.positions.once("hidden", lambda: ~self.visible())
+        gates = self.log_gates[:, :, None].masked_fill(hidden, 0)
         return torch.nn.functional.pad(gates[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
 
     @property

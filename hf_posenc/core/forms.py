@@ -20,6 +20,7 @@ from torch import Tensor
 from .attention_call import Call
 from .dims import require_shape
 from .dtypes import compute_dtype, waves
+from .positions import DensePositions, Positions
 
 T = TypeVar("T")
 
@@ -37,9 +38,11 @@ class Form:
         positional: whether scores depend on the distance at all.
         multiplies: whether the curve multiplies the score; otherwise it is added.
         by_head: names of the tensors whose first dimension is H.
+        edges: the distances from which pairs take the next variant of what queries hold side by side.
     """
 
     positional: ClassVar[bool] = True
+    edges: tuple[int, ...] = ()
     multiplies: ClassVar[bool] = False
     by_head: ClassVar[tuple[str, ...]] = ()
 
@@ -309,6 +312,14 @@ class ClippedVectors(Form):
         """`b`, see `Form.value_table`."""
         return self.values
 
+    def near(self, table: Tensor, count: int) -> Tensor:
+        """Return the vectors of `count` distances less that of far keys, which cancels: furthest first, (H|1, N, ...).
+
+        At most as many distances as have a vector of their own, but one.
+        """
+        wide = table.float() if table.ndim == 3 else table.float()[None]
+        return (wide[:, : max(1, min(count, wide.shape[1] - 1))] - wide[:, -1:]).flip(1)
+
     def coefficients(self, distances: Tensor) -> Tensor:
         """Return the vectors, with 0 appended, see `Form.coefficients`."""
         return F.pad(self.keys.index_select(-2, distances.clamp(max=self.keys.shape[-2] - 1)), (0, 1))
@@ -332,6 +343,34 @@ class ClippedVectors(Form):
     def _labels(self, call: Call, like: Tensor) -> Tensor:
         """Return clipped distances as indices of the shape of `like`, (B, H, Q, L) int64."""
         return call.distance().clamp(max=self.keys.shape[-2] - 1).to(torch.int64).expand(like.shape)
+
+
+@dataclass(frozen=True)
+class Ranges(Form):
+    """`q_n . k_n`: queries and keys hold variants side by side, and the range of a distance says which a pair takes.
+
+    Attributes:
+        edges: the distance from which pairs take the second variant, and each further one, see `Form`. Keys have as
+            many variants as queries, or one.
+        unit: number of neighbouring positions that count as one.
+    """
+
+    edges: tuple[int, ...]
+    unit: int = 1
+
+    def variants(self, call: Call) -> list[tuple[Tensor, Tensor]]:
+        """Return queries (B, H, Q, D) and keys (B, H|K, L, D) of each variant."""
+        queries = call.query.chunk(len(self.edges) + 1, -1)
+        keys = call.key.split(queries[0].shape[-1], -1)
+        return [(query, keys[n % len(keys)]) for n, query in enumerate(queries)]
+
+    def scores(self, call: Call) -> Tensor:
+        """Return the scores, see `Form.scores`."""
+        first, *others = (query @ key.mT for query, key in self.variants(call))
+        i, j = steps(call.positions, self.unit)
+        for edge, each in zip(self.edges, others, strict=True):
+            first = torch.where(i[:, None, :, None] - j[:, None, None] >= edge, each, first)
+        return call.cap(first * call.scaling)
 
 
 @dataclass(frozen=True)
@@ -452,6 +491,12 @@ def for_form(entries: Mapping[type[Form], T], form: Form) -> T:
         if isinstance(form, form_class):
             return entry
     raise LookupError(type(form).__name__)
+
+
+def steps(positions: Positions | DensePositions, unit: int) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries (B|1, Q) and keys (B|1, L), 0 for padding, in units of so many."""
+    i, j = (each.clamp(min=0) for each in (positions.query_positions, positions.key_positions))
+    return (i, j) if unit == 1 else (i // unit, j // unit)
 
 
 def at_distance(table: Tensor, distance: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ returns the first engine of this table that can compute a call exactly. Each eng
 | `clipped` | ClippedVectors | CPU | flash for far keys, float32 for near ones |
 | `rescaled` | Factors | CPU | float32 |
 | `wide` | every scheme whose form has two sides; forget gates | any | flash |
-| `flex` | Bias, Slopes, Factors, ClippedVectors without values | CUDA | flash |
+| `flex` | Bias, Slopes, Factors | CUDA | flash |
+| `near_far` | ClippedVectors, Ranges | CUDA | flash for far keys and ranges, float32 for near ones |
 | `chunked` | every scheme | any | reference |
 | `reference` | every scheme | any | reference |
 

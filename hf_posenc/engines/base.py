@@ -113,6 +113,16 @@ def why_not_in_blocks(call: Call, *, traced: bool = False) -> str | None:
     return None
 
 
+def why_not_kernel(call: Call, device: str, *dtypes: torch.dtype) -> str | None:
+    """Return why a kernel for a type of device, and for some dtypes, cannot carry a call, or None if it can."""
+    query = call.query
+    if query.device.type != device:
+        return f"it is written for {device.upper()}, the tensors are on {query.device.type}"
+    if query.dtype not in dtypes:
+        return f"the kernel takes {', '.join(str(each).removeprefix('torch.') for each in dtypes)}, not {query.dtype}"
+    return "attention dropout needs the weights" if call.dropout > 0 else None
+
+
 def why_not_near_keys(call: Call, *, traced: bool = False) -> str | None:
     """Return why a call cannot be computed from near keys alone, as `why_not_in_blocks` does, or None if it can."""
     if (reason := why_not_in_blocks(call, traced=traced)) is not None:

@@ -12,7 +12,7 @@ their log-sum-exps. In a block of scores (rows, rows + m - 1) the band is a stri
 distance `m - 1 - t`, is in column `r + t`.
 
 Backward: the far part takes the kernel's backward, with the merged output and log-sum-exp. The near part is computed
-again. The gradients of a row's scores sum to 0, so the gradient of `a_m` is minus the sum of those of the other `a_c`.
+again. The differences of vectors are made outside, in float32 (`ClippedVectors.near`).
 
 Accuracy class: flash for the far part, float32 for the near one.
 """
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from ..core.attention_call import Call
 from ..core.forms import ClippedVectors
@@ -53,85 +54,39 @@ class Clipped(SpanEngine):
     def attend_span(self, call: Call, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
         """Compute plain causal attention, see `SpanEngine.attend_span`."""
         form: ClippedVectors = call.form
-        return attend(query, key, value, form.keys, form.values, scaling=call.scaling)
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, key_table: Tensor, value_table: Tensor | None, *, scaling: float
-) -> Tensor:
-    """Attend causally with vectors of clipped distances; the last query sits on the last key.
-
-    Args:
-        query: (B, H, Q, D) on a CPU, float32 or bfloat16.
-        key: (B, H, L, D), L >= Q.
-        value: (B, H, L, D).
-        key_table: (m + 1, D) or (H, m + 1, D), added to keys by clipped distance. Gradients flow to it.
-        value_table: the vectors that are added to values, of the same shape, or None.
-        scaling: factor of the scores.
-
-    Returns:
-        (B, H, Q, D) in the query's dtype.
-
-    Raises:
-        RuntimeError: in a second derivative.
-    """
-    output: Tensor = _Clipped.apply(query, key, value, key_table, value_table, scaling)
-    if value_table is None:
-        return output
-    shared = value_table[..., -1:, :]
-    return (output + shared).to(output.dtype) if torch.is_grad_enabled() else output.add_(shared)
-
-
-class _Table:
-    """A table of vectors. `near` holds the vectors of near keys minus the vector that far keys share, (H|1, m, D)."""
-
-    def __init__(self, table: Tensor) -> None:
-        by_head = table.detach().float() if table.ndim == 3 else table.detach().float()[None]
-        if by_head.shape[1] == 1:  # with m = 0 no key is near: a band of one distance, with the vector of far keys
-            by_head = by_head.expand(-1, 2, -1)
-        self.near = (by_head[:, :-1] - by_head[:, -1:]).flip(1)  # furthest first, as in the band
-
-    @staticmethod
-    def gradient(table: Tensor, grad_near: Tensor) -> Tensor:
-        """Return the gradient of a table from the gradient of its `near` (H, m, D)."""
-        gradient = torch.cat([grad_near.flip(1), -grad_near.sum(1, keepdim=True)], 1)
-        if table.shape[-2] == 1:
-            gradient = gradient.sum(1, keepdim=True)
-        return (gradient.sum(0) if table.ndim == 2 else gradient).to(table.dtype)
+        a, b = (None if each is None else form.near(each, key.shape[2]) for each in (form.keys, form.values))
+        output: Tensor = _Clipped.apply(query, key, value, a, b, call.scaling)
+        if form.values is None:
+            return output
+        shared = form.values[..., -1:, :]
+        return (output + shared).to(output.dtype) if torch.is_grad_enabled() else output.add_(shared)
 
 
 class _Chunk:
-    """The near part of one chunk: the queries `start` to `end` and their near keys; `i` sits on key `i + shift`."""
+    """The near part of one chunk: the queries `start` to `end` and their near keys; `i` sits on key `i + shift`.
+
+    Keys and values are in float32, with `near - 1` rows of zeros before the first.
+    """
 
     def __init__(self, start: int, end: int, shift: int, near: int) -> None:
         self.rows = slice(start, end)
         first = shift + start - near + 1
-        self.first, self.missing = max(0, first), max(0, -first)
-        self.keys = slice(self.first, shift + end)
-        self.near = near
-        self.width = end - start + near - 1
+        self.first = max(0, first)
+        self.near, self.width = near, end - start + near - 1
+        self.keys = slice(shift + start, shift + start + self.width)
         row, column = torch.arange(end - start)[:, None], torch.arange(self.width)
-        self.masked = (column > row + near - 1) | (column < self.missing)
-
-    def window(self, tensor: Tensor) -> Tensor:
-        """Return the chunk's keys or values in float32, (B, H, width, D), padded with zeros before the first key."""
-        part = tensor[:, :, self.keys].float()
-        return torch.nn.functional.pad(part, (0, 0, self.missing, 0)) if self.missing else part
+        self.masked = (column > row + near - 1) | (column < -first)
 
     def band(self, block: Tensor) -> Tensor:
         """Return a view of a contiguous block (B, H, rows, width): its m near distances, (B, H, rows, m)."""
         shape = (*block.shape[:3], self.near)
         return block.as_strided(shape, (*block.stride()[:2], self.width + 1, 1), block.storage_offset())
 
-    def scores(self, q: Tensor, k: Tensor, a: _Table) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, a: Tensor) -> Tensor:
         """Return the scores (B, H, rows, width), `-inf` where masked, from scaled queries and a window of keys."""
         block = q @ k.mT
-        self.band(block).add_(q @ a.near.mT)
+        self.band(block).add_(q @ a.mT)
         return block.masked_fill_(self.masked, float("-inf"))
-
-    def add(self, sums: Tensor, part: Tensor) -> None:
-        """Add gradients of the window to the sums of all keys, (B, H, L, D), in place."""
-        sums[:, :, self.keys] += part[:, :, self.missing :]
 
 
 def _chunks(queries: int, keys: int, near: int) -> list[_Chunk]:
@@ -146,20 +101,20 @@ class _Clipped(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_table: Tensor,
-        value_table: Tensor | None,
+        a: Tensor,
+        b: Tensor | None,
         scaling: float,
     ) -> Tensor:
-        a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
         output, log_sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        k, v = (pad(each.float(), (0, 0, a.shape[1] - 1, 0)) for each in (key, value))
 
-        for chunk in _chunks(query.shape[2], key.shape[2], a.near.shape[1]):
-            scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, chunk.window(key), a)
+        for chunk in _chunks(query.shape[2], key.shape[2], a.shape[1]):
+            scores = chunk.scores(query[:, :, chunk.rows].float() * scaling, k[:, :, chunk.keys], a)
             top = scores.amax(-1, keepdim=True)
             weights = scores.sub_(top).clamp_(min=SMALLEST).exp_().masked_fill_(chunk.masked, 0.0)
-            part = weights @ chunk.window(value)
-            if value_table is not None:
-                part += chunk.band(weights) @ b.near
+            part = weights @ v[:, :, chunk.keys]
+            if b is not None:
+                part += chunk.band(weights) @ b
             total = weights.sum(-1, keepdim=True)
             part, log_sum = part / total, total.log_().add_(top)
             if chunk.first:
@@ -171,44 +126,45 @@ class _Clipped(torch.autograd.Function):
                 part, log_sum = part * near_share + far * (1 - near_share), merged
             output[:, :, chunk.rows] = part
             log_sums[:, :, chunk.rows] = log_sum[..., 0]
-        ctx.save_for_backward(query, key, value, key_table, value_table, output, log_sums)
+        ctx.save_for_backward(query, key, value, a, b, output, log_sums)
         ctx.scaling = scaling
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, key_table, value_table, output, log_sums = ctx.saved_tensors
+        query, key, value, a, b, output, log_sums = ctx.saved_tensors
         scaling = ctx.scaling
-        a, b = _Table(key_table), _Table(torch.zeros_like(key_table) if value_table is None else value_table)
-        grad_query, grad_key, grad_value = (torch.zeros(each.shape) for each in (query, key, value))  # in float32
-        grad_a, grad_b = (torch.zeros(query.shape[1], *table.near.shape[1:]) for table in (a, b))
+        before = a.shape[1] - 1
+        k, v = (pad(each.float(), (0, 0, before, 0)) for each in (key, value))
+        grad_query, grad_key, grad_value = (torch.zeros(each.shape) for each in (query, k, v))  # in float32
+        grad_a, grad_b = (None if each is None else torch.zeros(query.shape[1], *each.shape[1:]) for each in (a, b))
 
-        for chunk in _chunks(query.shape[2], key.shape[2], a.near.shape[1]):
-            rows, far = (slice(None), slice(None), chunk.rows), (slice(None), slice(None), slice(0, chunk.first))
+        for chunk in _chunks(query.shape[2], key.shape[2], a.shape[1]):
+            every = slice(None), slice(None)
+            rows, near, far = (*every, chunk.rows), (*every, chunk.keys), (*every, slice(0, chunk.first))
             q, g, o = (each[rows].float() for each in (query, gradient, output))
-            q, k = q * scaling, chunk.window(key)
-            weights = chunk.scores(q, k, a).sub_(log_sums[rows][..., None]).clamp_(min=SMALLEST).exp_()
+            q = q * scaling
+            weights = chunk.scores(q, k[near], a).sub_(log_sums[rows][..., None]).clamp_(min=SMALLEST).exp_()
             weights.masked_fill_(chunk.masked, 0.0)
-            grad_scores = g @ chunk.window(value).mT
-            if value_table is not None:
-                chunk.band(grad_scores).add_(g @ b.near.mT)
+            grad_scores = g @ v[near].mT
+            if b is not None and grad_b is not None:
+                chunk.band(grad_scores).add_(g @ b.mT)
                 grad_b += (chunk.band(weights).mT @ g).sum(0)
             grad_scores.sub_((g * o).sum(-1, keepdim=True)).mul_(weights)
             in_band = chunk.band(grad_scores)
-            grad_query[rows] += (grad_scores @ k + in_band @ a.near).mul_(scaling)
+            grad_query[rows] += (grad_scores @ k[near] + in_band @ a).mul_(scaling)
             grad_a += (in_band.mT @ q).sum(0)
-            chunk.add(grad_key, grad_scores.mT @ q)
-            chunk.add(grad_value, weights.mT @ g)
+            grad_key[near] += grad_scores.mT @ q
+            grad_value[near] += weights.mT @ g
             if chunk.first:
                 given = gradient[rows].contiguous(), query[rows], key[far], value[far], output[rows]
                 dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                     *given, log_sums[rows].contiguous(), 0.0, False, scale=scaling
                 )
                 grad_query[rows] += dq
-                grad_key[far] += dk
-                grad_value[far] += dv
-        grad_key_table = _Table.gradient(key_table, grad_a)
-        grad_value_table = None if value_table is None else _Table.gradient(value_table, grad_b)
-        grad_inputs = (each.to(query.dtype) for each in (grad_query, grad_key, grad_value))
-        return *grad_inputs, grad_key_table, grad_value_table, None
+                grad_key[:, :, before : before + chunk.first] += dk
+                grad_value[:, :, before : before + chunk.first] += dv
+        inputs = (each.to(query.dtype) for each in (grad_query, grad_key[:, :, before:], grad_value[:, :, before:]))
+        tables = (None if each is None else each.sum_to_size(len(a), *each.shape[1:]) for each in (grad_a, grad_b))
+        return *inputs, *tables, None

@@ -17,13 +17,14 @@ are in float32. The kernel's class is flash.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.attention_call import Call
+from ..core.dtypes import waves
 from ..core.forms import (
     Bias,
     ClippedVectors,
@@ -121,15 +122,21 @@ def _clipped_vectors(form: ClippedVectors, call: Call, distance: Tensor, hidden:
 def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
     query, ratio = call.query, call.ratio
     # Everything that contains the query is scaled by `scaling`, the rest by `vector_scaling`.
-    if form.waves is not None and call.has_key_positions:
-        sides = form.sides(replace(call, query=query.to(hidden.dtype)))
-        of_query, of_key = sides.query_features.flatten(1, 2), sides.key_features[:, 0].mT
-        first = (
-            (hidden if call.softcap is None else torch.zeros_like(hidden)).expand(*query.shape[:3], -1).flatten(1, 2)
+    if (made := form.waves) is not None:
+        u, v = (
+            ratio * each[:, None] if ratio != 1 else each[:, None] for each in (form.content_bias, form.position_bias)
         )
-        added = torch.baddbmm(first, of_query, of_key.expand(len(of_query), -1, -1), alpha=call.scaling)
-        added = added.view(*query.shape[:3], -1)
-        query = sides.query.to(query.dtype)
+
+        def of_pairs() -> Tensor:  # (B|1, Q, L, 2F)
+            distances = torch.arange(_count(distance), device=query.device)
+            return waves(distances, made.frequencies(), hidden.dtype)[distance[:, 0]]
+
+        table = call.positions.once(("waves", made.name, hidden.dtype), of_pairs)
+        of_query = ((query + v.to(hidden.dtype)) @ made.projection.to(hidden.dtype)).transpose(1, 2)
+        first = (hidden if call.softcap is None else torch.zeros_like(hidden)).transpose(1, 2)
+        first, table = first.expand(*of_query.shape[:3], -1), table.expand(len(query), -1, -1, -1)
+        added = torch.baddbmm(*(each.flatten(0, 1) for each in (first, of_query, table.mT)), alpha=call.scaling)
+        added, query = added.unflatten(0, of_query.shape[:2]).transpose(1, 2), (query + u).to(query.dtype)
         return Terms(query, added) if call.softcap is None else Terms(query, hidden, added)
     r, u, v = (each.to(query.dtype) for each in (form.table(_count(distance)), form.content_bias, form.position_bias))
     by_distance = ((query + ratio * v[:, None]) @ r.mT).to(hidden.dtype) * call.scaling

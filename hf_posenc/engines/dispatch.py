@@ -15,6 +15,7 @@ from .chunked import Chunked
 from .clipped import Clipped
 from .decode import Decode
 from .flex import SCORES, Flex
+from .near_far import NearFar
 from .reference import Reference
 from .rescaled import Rescaled
 from .sdpa import Sdpa
@@ -30,6 +31,7 @@ ENGINES: tuple[Engine, ...] = (
     Rescaled({None: 256**2}),
     Wide({None: 128**2}),
     Flex({None: SCORES}),
+    NearFar({None: SCORES}),
     Chunked({None: 512**2}),
     Reference(),
 )
@@ -37,7 +39,7 @@ ENGINES: tuple[Engine, ...] = (
 
 The numbers count scores per head (queries times keys). Below its number `auto` skips an engine, because the next one is
 faster; see `Engine.floors`. They were measured by scripts/benchmark_attention.py, on two cores of a Xeon with AMX and
-of a Zen 5 EPYC. Only the number of `flex` was not measured.
+of a Zen 5 EPYC. Only those of `flex` and `near_far` were not measured.
 """
 
 NAMES = tuple(engine.name for engine in ENGINES)

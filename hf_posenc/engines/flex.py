@@ -1,14 +1,12 @@
 """CUDA: torch's FlexAttention with the scheme in `score_mod` and blocks of the mask built on the device. O(L) memory.
 
-A score `s` at distance `d` is changed in one of five ways. The function does not depend on sizes, so a scheme compiles
+A score `s` at distance `d` is changed in one of four ways. The function does not depend on sizes, so a scheme compiles
 to one kernel per dtype and phase (with gradients or without), not one per call:
 
 - kept: `s`. Attention without positions, or over wider heads (`wide`), with masks of some shape.
 - sloped: `s - m_h d` (ALiBi). Nothing is looked up.
 - added: `s + b_h(d)` (T5, KERPLE, slopes that are trained), and rescaled: `f_h(d) s` (DA-Transformer). The table
   (H, distances) is computed outside the kernel, and gradients flow through it.
-- labelled: `s + c q_i . a_min(d, m)`, with `c` the factor of the scores. The products (B, H, Q, m + 1) are computed
-  outside the kernel (Shaw, keys only).
 
 Where distances are those of slots (`Positions.aligned`), `d` is `i - j`. Elsewhere the kernel looks two positions up
 for every score, which costs more than the attention.
@@ -37,17 +35,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..core.attention_call import Call
-from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Slopes, for_form
-from ..core.positions import DensePositions, Positions
+from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Ranges, Slopes, for_form, steps
+from ..core.positions import NO_WINDOW, DensePositions, Positions
 from . import selftest
-from .base import Engine, why_not_near_keys
+from .base import Engine, why_not_kernel, why_not_near_keys
 
 DEVICE = "cuda"
 """Type of the devices that the engine takes calls on."""
@@ -81,9 +79,14 @@ CHANGES: Mapping[type[Form], str] = {
     Bias: "added",
     Slopes: "sloped",
     Factors: "rescaled",
-    ClippedVectors: "labelled",
+    Ranges: "turned",
+    ClippedVectors: "clipped",
 }
-"""Form -> how its scores are changed, see the top of this file."""
+"""Form -> how its scores are changed, see the top of this file, and of `near_far` for the last two."""
+
+
+PLAIN = ("kept", "turned", "clipped")
+"""Changes that the function of scores has no part in, but for a soft cap."""
 
 
 def change_of(form: Any) -> str:
@@ -96,15 +99,13 @@ def change_of(form: Any) -> str:
 
 
 def operand(call: Call) -> Tensor:
-    """Return what a score is changed by in float32: slopes (H,), a table by distance, or products (B, H, Q, m + 1)."""
+    """Return what a score is changed by in float32: slopes (H,), or a table by distance."""
     form: Any = call.form
     change = change_of(form)
-    if change == "kept":
+    if change in PLAIN:
         return call.query.new_empty(0, dtype=torch.float32)
     if change == "sloped":
         return form.slopes.float()
-    if change == "labelled":  # `form.keys` is (m + 1, D) or (H, m + 1, D)
-        return call.query.float() @ form.keys.float().mT * call.scaling
     return form.curve(_table_length(call)).float().contiguous()
 
 
@@ -170,12 +171,9 @@ def score_mod(call: Call) -> ScoreMod | None:
         content = capped(score, h).relu() if relu else capped(score, h)
         return content * numbers[h, distance(b, i, j)]
 
-    def labelled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return capped(score + numbers[b, h, i, distance(b, i, j)], h)
-
-    if change == "kept" and caps is None:
-        return None
-    return {"kept": kept, "sloped": sloped, "added": added, "rescaled": rescaled, "labelled": labelled}[change]
+    if change in PLAIN:
+        return None if caps is None else kept
+    return {"sloped": sloped, "added": added, "rescaled": rescaled}[change]
 
 
 # --------------------------------------------------------------------------------------------------------- the masks
@@ -189,27 +187,44 @@ class _Tokens:
     segment: Tensor
 
 
-def block_mask(positions: Positions, batch_size: int) -> BlockMask:
+@dataclass(frozen=True)
+class Range:
+    """A range of distances: from `low` to below `high`, where `unit` neighbouring positions count as one."""
+
+    low: int = -NO_WINDOW
+    high: int = NO_WINDOW
+    unit: int = 1
+
+
+def block_mask(positions: Positions, batch_size: int, within: Range | None = None) -> BlockMask:
     """Build the mask on the device, O((Q / 128) (L / 128)) numbers, without waiting for the device.
 
     Args:
         positions: positions of the queries and keys.
         batch_size: B of the queries. The lists of blocks have B rows only if the rows of the batch differ.
+        within: the distances of the pairs that are shown; None means all.
     """
     p = positions
-    per_token = (p.query_index, p.query_segment, p.key_index, p.key_segment)
+    per_token = [p.query_index, p.query_segment, p.key_index, p.key_segment]
+    if within is not None:
+        per_token += steps(p, within.unit)
     batch = max(each.shape[0] for each in (*per_token, p.key_valid, p.window))
     expanded = [each.expand(batch, -1).int() for each in per_token]
-    queries, keys = _Tokens(*expanded[:2]), _Tokens(*expanded[2:])
+    queries, keys = _Tokens(*expanded[:2]), _Tokens(*expanded[2:4])
     keys = replace(keys, segment=torch.where(p.key_valid, keys.segment, INVISIBLE))
     window = p.window.expand(batch, 1).int()
 
     computed, full = (each[:, None] for each in _blocks(queries, keys, window))
+    if within is not None:
+        nearest, furthest = _differences(*expanded[4:])
+        computed &= (furthest >= within.low) & (nearest < within.high)
+        full &= (nearest >= within.low) & (furthest < within.high)
     partial, whole = _ordered(computed & ~full), _ordered(full & computed)
 
-    query_index, key_index, query_segment, key_segment, windows = (
+    bounds = [] if within is None else [window.new_full((1, 1), each) for each in (within.low, within.high)]
+    query_index, key_index, query_segment, key_segment, windows, *others = (
         each.expand(batch_size, -1).clone(memory_format=torch.contiguous_format)
-        for each in (queries.index, keys.index, queries.segment, keys.segment, window)
+        for each in (queries.index, keys.index, queries.segment, keys.segment, window, *expanded[4:], *bounds)
     )
 
     aligned = p.aligned  # not `p`, whose memo will hold the mask
@@ -218,8 +233,22 @@ def block_mask(positions: Positions, batch_size: int) -> BlockMask:
         lag = i - j if aligned else query_index[b, i] - key_index[b, j]
         return (lag >= 0) & (lag < windows[b, 0]) & (query_segment[b, i] == key_segment[b, j])
 
+    shown = mask_mod
+    if within is not None:
+        query_steps, key_steps, low, high = others
+
+        def shown(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            distance = query_steps[b, i] - key_steps[b, j]
+            return mask_mod(b, h, i, j) & (distance >= low[b, 0]) & (distance < high[b, 0])
+
     lengths = (queries.index.shape[1], keys.index.shape[1])
-    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=shown, seq_lengths=lengths)
+
+
+def _differences(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest difference of numbers in each block, both (B, 1, blocks, blocks)."""
+    (q_low, q_high), (k_low, k_high) = _extremes(queries), _extremes(keys)
+    return (q_low[..., None] - k_high[:, None])[:, None], (q_high[..., None] - k_low[:, None])[:, None]
 
 
 def _blocks(queries: _Tokens, keys: _Tokens, window: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,7 +298,7 @@ def compiled() -> Callable[..., Any]:
 
 
 class Flex(Engine):
-    """FlexAttention on CUDA, for tables by distance (ALiBi, DA-Transformer) and for Shaw without vectors for values.
+    """FlexAttention on CUDA, for tables by distance (ALiBi, DA-Transformer) and for masks of some shape.
 
     It takes a soft cap, and every mask but a user's 4-D one. It takes no dropout and returns no weights. O(L) memory.
     """
@@ -277,8 +306,8 @@ class Flex(Engine):
     name = "flex"
     traced = True
     value_sizes = True
-    forms = tuple(CHANGES)
-    wrong_form = "the scheme is neither a table of distances nor vectors of clipped distances for keys"
+    forms: ClassVar[tuple[type[Form], ...]] = (Content, Bias, Slopes, Factors)
+    wrong_form = "the scheme is no table of distances"
 
     def considered(self, call: Call) -> bool:
         """Return whether the call is on CUDA."""
@@ -286,21 +315,11 @@ class Flex(Engine):
 
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
-        query = call.query
-        if (reason := why_not_near_keys(call, traced=True)) is not None:
+        reason = why_not_near_keys(call, traced=True) or self.why_not_form(call)
+        if reason := reason or why_not_kernel(call, DEVICE, torch.float32, torch.bfloat16, torch.float16):
             return reason
-        if query.device.type != DEVICE:
-            return f"it is written for CUDA, the tensors are on {query.device.type}"
-        if call.dropout > 0:
-            return "attention dropout needs the weights"
-        if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"the kernel takes float32, bfloat16 and float16, not {query.dtype}"
-        if min(query.shape[-1], call.value.shape[-1]) < SMALLEST_HEAD:
-            return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {query.shape[-1]}"
-        if (reason := self.why_not_form(call)) is not None:
-            return reason
-        if call.form.value_table is not None:
-            return "it has no vectors for values: they need the attention weights, which the kernel does not return"
+        if (size := min(_size(call), call.value.shape[-1])) < SMALLEST_HEAD:
+            return f"the kernel takes heads of at least {SMALLEST_HEAD}, not {size}"
         if torch.are_deterministic_algorithms_enabled() and torch.is_grad_enabled() and operand(call).requires_grad:
             return "it sums gradients of tables by atomic addition, and deterministic algorithms were asked for"
         return None
@@ -309,7 +328,7 @@ class Flex(Engine):
         """Return the fault that the self-test found on this device, or None if the device passed."""
         if call.query.shape[2] < BLOCK:
             return "few queries have kernels of their own, which its self-test does not try"
-        return selftest.fault(_kind(call), _attend)
+        return selftest.fault(self.kind(call), self.compute)
 
     def is_better(self, call: Call) -> bool:
         """Return whether `auto` prefers the engine for a call that other kernels compute with a mask."""
@@ -323,31 +342,45 @@ class Flex(Engine):
     def attend(self, call: Call) -> tuple[Tensor, None]:
         """Compute a call, see `Engine.attend`. Rows that see no key are 0."""
         if torch.compiler.is_compiling():
-            return _attend(call, selftest.OPTIONS[change_of(call.form) in selftest.LOOKED_UP][0])
-        return _attend(call, selftest.options(_kind(call)))
+            return self.compute(call, selftest.OPTIONS[change_of(call.form) in selftest.LOOKED_UP][0])
+        return self.compute(call, selftest.options(self.kind(call)))
+
+    def kind(self, call: Call) -> selftest.Kind:
+        """Return the kind of a call, which has kernels of its own."""
+        value, capped = call.value, call.softcap is not None
+        what = (change_of(call.form), value.dtype, _size(call), value.shape[3], call.groups > 1, capped)
+        return selftest.Kind(*what, call.positions.aligned, torch.is_grad_enabled(), value.device)
+
+    def compute(self, call: Call, kernel_options: Mapping[str, Any]) -> tuple[Tensor, None]:
+        """Compute a call with some options of the kernel."""
+        with torch.autocast(call.query.device.type, enabled=False):
+            return by_kernel(call, kernel_options).transpose(1, 2).to(call.query.dtype), None
 
 
-def _kind(call: Call) -> selftest.Kind:
-    query = call.query
-    what = (change_of(call.form), query.dtype, query.shape[3], call.value.shape[3], call.groups > 1)
-    return selftest.Kind(*what, call.softcap is not None, call.positions.aligned, torch.is_grad_enabled(), query.device)
+def _size(call: Call) -> int:
+    """Return the size of a head, of which queries may hold several side by side."""
+    return call.query.shape[-1] // (1 + len(call.form.edges))
 
 
-def _attend(call: Call, kernel_options: Mapping[str, Any]) -> tuple[Tensor, None]:
-    query, positions = call.query, call.positions
+def by_kernel(call: Call, kernel_options: Mapping[str, Any], within: Range | None = None, **options: Any) -> Any:
+    """Return the output (B, H, Q, V) of FlexAttention, or what its options ask for.
+
+    Args:
+        call: the call, with one variant of queries and keys.
+        kernel_options: options of the kernel.
+        within: the distances that are seen; None means all.
+        **options: other arguments of `flex_attention`.
+    """
+    value, positions = call.value, call.positions
     assert isinstance(positions, Positions)
-    with torch.autocast(query.device.type, enabled=False):
-        key, value = call.key.to(query.dtype), call.value.to(query.dtype)  # under autocast they may differ
-        changed = score_mod(call)
-        with torch.no_grad():
-            mask = positions.once(("block mask", len(query)), lambda: block_mask(positions, len(query)))
-        options: dict[str, Any] = {"score_mod": changed, "block_mask": mask, "scale": call.scaling}
-        options["kernel_options"] = dict(kernel_options) or None
-        options["enable_gqa"] = call.groups != 1
-        output: Tensor
-        if torch.compiler.is_compiling():
-            output = flex_attention(query, key, value, **options)
-        else:
-            with torch._dynamo.config.patch(recompile_limit=GRAPHS):
-                output = compiled()(query, key, value, **options)
-    return output.transpose(1, 2), None
+    # They differ under autocast, and where a scheme rotates in float32.
+    query, key = call.query.to(value.dtype), call.key.to(value.dtype)
+    with torch.no_grad():
+        name = ("block mask", len(query), within)
+        options["block_mask"] = positions.once(name, lambda: block_mask(positions, len(query), within))
+    options |= {"score_mod": score_mod(call), "scale": call.scaling, "kernel_options": dict(kernel_options) or None}
+    options["enable_gqa"] = call.groups != 1
+    if torch.compiler.is_compiling():
+        return flex_attention(query, key, value, **options)
+    with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+        return compiled()(query, key, value, **options)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..core.attention_call import Call
-from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Slopes
+from ..core.forms import Bias, ClippedVectors, Content, Factors, Form, Ranges, Slopes
 from ..core.positions import Positions, pack, unpack
 from ..core.version import VERSION
 from . import reference
@@ -40,14 +40,15 @@ LENGTH = 300
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 """Largest error relative to the largest number of a tensor, by dtype. Products of float32 may be computed in TF32."""
 
-FORMS: Mapping[str, Callable[[Tensor], Form]] = {
-    "added": lambda table: Bias(lambda distance: table[:, distance], table.device),
-    "rescaled": lambda table: Factors(lambda distance: table[:, distance], table.device, relu=True),
-    "labelled": lambda table: ClippedVectors(table, None),
-    "sloped": lambda table: Slopes(table[:, 0].detach().abs()),
-    "kept": lambda table: Content(),
+FORMS: Mapping[str, Callable[[Tensor, Tensor], Form]] = {
+    "added": lambda table, _: Bias(lambda distance: table[:, distance], table.device),
+    "rescaled": lambda table, _: Factors(lambda distance: table[:, distance], table.device, relu=True),
+    "clipped": lambda table, values: ClippedVectors(table[..., values.shape[-1] :], table[..., : values.shape[-1]]),
+    "turned": lambda *_: Ranges((40,)),
+    "sloped": lambda table, _: Slopes(table[:, 0].detach().abs()),
+    "kept": lambda *_: Content(),
 }
-"""`Kind.change` -> function of a random table that returns the form to try."""
+"""`Kind.change` -> function of a random table, and of values, that returns the form to try."""
 
 COMPARED = ("the output", *(f"the gradient of the {name}" for name in ("query", "key", "value", "table")))
 """What is compared. Without gradients only the output is."""
@@ -96,7 +97,7 @@ OPTIONS: Mapping[bool, tuple[Mapping[str, Any], ...]] = {
 }
 """Whether scores look numbers up -> options of kernels, tried in turn. Triton keeps such tiles in shared memory."""
 
-LOOKED_UP = ("added", "rescaled", "labelled")
+LOOKED_UP = ("added", "rescaled")
 """Changes of scores that look numbers up for each pair."""
 
 _LOCK = threading.Lock()
@@ -208,16 +209,18 @@ def _results(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(kind.device, kind.dtype)
 
-    sizes = ((heads, kind.size), (key_heads, kind.size), (key_heads, kind.values))
+    size = kind.size * (2 if kind.change == "turned" else 1)  # two variants side by side
+    sizes = ((heads, size), (key_heads, size), (key_heads, kind.values))
     leaves = [random(2, each, LENGTH, size) for each, size in sizes]
-    leaves.append(random(*((17, kind.size) if kind.change == "labelled" else (heads, 2 * LENGTH))).float())
+    shape = (17, kind.values + size) if kind.change == "clipped" else (heads, 2 * LENGTH)
+    leaves.append(random(*shape).float())
     weight = random(2, LENGTH, heads, kind.values) * positions.query_valid[:, :, None, None]
     with torch.set_grad_enabled(kind.gradients):
         query, key, value, table = (each.requires_grad_(kind.gradients).to(dtype or each.dtype) for each in leaves)
-        form, softcap = FORMS[kind.change](table), 2.0 if kind.capped else None
+        form, softcap = FORMS[kind.change](table, value), 2.0 if kind.capped else None
         output, _ = attend(Call(query, key, value, positions, scaling=0.2, softcap=softcap, form=form))
         weighted = output * weight
-        used = leaves[:3] if kind.change in ("sloped", "kept") else leaves
+        used = leaves[:3] if kind.change in ("sloped", "kept", "turned") else leaves
         gradients = torch.autograd.grad(weighted.sum(), used) if kind.gradients else ()
     return [weighted.detach(), *gradients]
 

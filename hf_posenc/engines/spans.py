@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.attention_call import Call
 from ..core.positions import Positions
-from .base import Engine, why_not_near_keys
+from .base import Engine, why_not_kernel, why_not_near_keys
 
 Span = tuple[slice, slice, slice]
 """Batch rows, queries and keys of a piece of plain causal attention. The last query sits on the last key."""
@@ -75,18 +75,11 @@ class SpanEngine(Engine):
     """An engine for CPUs, in float32 and bfloat16, without weights, soft cap and dropout, in O(L) memory."""
 
     def why_not(self, call: Call) -> str | None:
-        if (reason := why_not_near_keys(call)) is not None:
+        reason = why_not_near_keys(call) or why_not_kernel(call, "cpu", torch.float32, torch.bfloat16)
+        if reason := reason or self.why_not_form(call):
             return reason
-        if call.query.device.type != "cpu":
-            return f"it is written for CPUs, the tensors are on {call.query.device.type}"
-        if call.query.dtype not in (torch.float32, torch.bfloat16):
-            return f"the kernel takes float32 and bfloat16, not {call.query.dtype}"
         if call.softcap is not None:
             return "the kernel has no soft cap on scores"
-        if call.dropout > 0:
-            return "attention dropout needs the weights"
-        if (reason := self.why_not_form(call)) is not None:
-            return reason
         assert isinstance(call.positions, Positions)
         if spans(call.positions) is None:
             return "padded keys in a cache, padding inside a document, or position_ids with gaps"

@@ -48,7 +48,7 @@ class Wide(Engine):
     def why_not(self, call: Call) -> str | None:
         """Return why the engine cannot carry a call, or None if it can."""
         if call.form is None:
-            return "the scheme has no form"
+            return "the scheme has no form: its scores are computed pair by pair, which is slow by nature"
         if not call.form.positional and not call.has_token_bias:
             return "nothing is added to scores"
         if call.weights:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..core.attention_call import Call
 from ..core.dims import Dims
-from ..core.dtypes import compute_dtype, wide_dtype
-from ..core.forms import Content
+from ..core.dtypes import compute_dtype, constant, wide_dtype
+from ..core.forms import Content, Ranges
 from ..core.modules import ScoreModule
-from ..core.positions import Positions
+from ..core.positions import NO_WINDOW, Positions, can_read
 from ..core.registry import register_scheme
 from .base import RotatedScheme
 from .rope import apply_rotary
@@ -58,21 +58,16 @@ class BaseAngles:
         pairs = head_dim // 2
         return cls(tuple(10000.0 ** (-u / pairs) for u in range(pairs)))
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate queries or keys.
-
-        Args:
-            x: (B, H, T, D).
-            positions: (B|1, T), integers or fractions.
-
-        Returns:
-            (B, H, T, D) in float32, or in float64 beside float64.
-        """
-        dtype = compute_dtype(x)
-        frequencies = torch.tensor(self.frequencies, dtype=dtype, device=x.device)
+    def waves(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of positions (B|1, T), integers or fractions, as `apply_rotary` takes them."""
+        frequencies = constant(self.frequencies, dtype, positions)
         angles = positions.to(dtype)[..., None] * frequencies  # as transformers does, so that the bits are the same
         cos, sin = (torch.cat([each, each], -1) * self.factor for each in (angles.cos(), angles.sin()))
-        x = x.to(dtype)
+        return cos, sin
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return queries or keys (B, H, T, D) rotated by `waves`, in the dtype of these."""
+        x = x.to(cos.dtype)
         return torch.cat([x[..., : self.start], apply_rotary(x[..., self.start :], cos, sin, self.pairs)], -1)
 
     @property
@@ -195,16 +190,18 @@ class FarRope(RotatedScheme):
 class Distances:
     """The distance that each pair of query and key gets.
 
-    A variant is one rotation of queries and keys. A prepared call holds all variants side by side, and `scores` picks
-    one for each pair.
+    A variant is one rotation of queries and keys. A prepared call holds all variants side by side.
 
     Attributes:
-        variants: number of variants of a query. Keys have as many, or one for all of them.
         near: the distance from which on keys take the second variant.
     """
 
-    variants: ClassVar[int] = 2
     near: int
+
+    @property
+    def form(self) -> Ranges:
+        """Which variant each pair takes."""
+        return Ranges((self.near,))
 
     @property
     def unchanged(self) -> int:
@@ -219,27 +216,9 @@ class Distances:
         """Return the positions of keys in each variant, from their own positions (B|1, L)."""
         raise NotImplementedError(type(self).__name__)
 
-    def variant(self, call: Call) -> Tensor:
-        """Return which variant each pair takes, integers (B|1, 1, Q, L); anything for keys that come later."""
-        return (own_distance(call) >= self.near).to(torch.uint8)
-
     def keeps(self, last: int, farthest: int) -> bool:
         """Return whether no distance changes in a call with this last position and no distance above `farthest`."""
         return farthest < self.unchanged
-
-    def scores(self, call: Call) -> Tensor:
-        """Return the scores of a widened call before masking, (B, H, Q, L)."""
-        queries = call.query.chunk(self.variants, -1)
-        keys = call.key.split(queries[0].shape[-1], -1)
-        variant = self.variant(call)
-        scores = queries[0] @ keys[0].mT
-        for n in range(1, self.variants):
-            scores = torch.where(variant == n, queries[n] @ keys[n % len(keys)].mT, scores)
-        return call.cap(scores * call.scaling)
-
-    def mix(self, call: Call, weights: Tensor) -> Tensor:
-        """Return the weighted sum of values (B, H, Q, V), from weights (B, H, Q, L) of a widened call."""
-        return weights @ call.value
 
 
 @dataclass(frozen=True)
@@ -280,7 +259,10 @@ class Chunks(Distances):
 
     chunk: int
     length: int
-    variants: ClassVar[int] = 3
+
+    @property
+    def form(self) -> Ranges:
+        return Ranges((1, 2), self.chunk)
 
     def query_positions(self, at: Tensor) -> tuple[Tensor, ...]:
         inside = at % self.chunk
@@ -288,10 +270,6 @@ class Chunks(Distances):
 
     def key_positions(self, at: Tensor) -> tuple[Tensor, ...]:
         return (at % self.chunk,)
-
-    def variant(self, call: Call) -> Tensor:
-        queries, keys = call.positions.query_positions.clamp(min=0), key_positions(call)
-        return (queries[:, None, :, None] // self.chunk - keys[:, None, None] // self.chunk).clamp(0, 2)
 
     @property
     def unchanged(self) -> int:
@@ -304,11 +282,6 @@ class Chunks(Distances):
 def key_positions(call: Call) -> Tensor:
     """Return the positions of the keys, (B|1, L), 0 for padding."""
     return call.positions.key_positions.clamp(min=0)
-
-
-def own_distance(call: Call) -> Tensor:
-    """Return query position minus key position, (B|1, 1, Q, L), also of first tokens that stay behind a window."""
-    return call.positions.query_positions.clamp(min=0)[:, None, :, None] - key_positions(call)[:, None, None]
 
 
 class Rotated(ScoreModule):
@@ -342,9 +315,21 @@ class Rotated(ScoreModule):
 
     def turned(self, call: Call, angles: BaseAngles) -> Call:
         """Return a call whose queries and keys are rotated by their own positions."""
-        query = angles.rotate(call.query, call.positions.query_positions.clamp(min=0))
-        key = angles.rotate(call.key, key_positions(call))
+        (of_query,), (of_key,) = _waves(call, angles)
+        query, key = angles.rotate(call.query, *of_query), angles.rotate(call.key, *of_key)
         return replace(call, query=query.to(call.query.dtype), key=key.to(call.key.dtype), form=Content())
+
+
+def _waves(call: Call, angles: BaseAngles, distances: Distances | None = None) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the waves of each variant of queries and keys, or of their own positions; once for all layers."""
+    dtype = compute_dtype(call.query)
+
+    def made() -> list[list[tuple[Tensor, Tensor]]]:
+        i, j = call.positions.query_positions.clamp(min=0), key_positions(call)
+        sides = [(i,), (j,)] if distances is None else [distances.query_positions(i), distances.key_positions(j)]
+        return [[angles.waves(each, dtype) for each in side] for side in sides]
+
+    return call.positions.once((angles, distances, dtype), made)
 
 
 class FarRotation(Rotated):
@@ -361,13 +346,18 @@ class FarRotation(Rotated):
         self.distances = distances
 
     def reach(self, call: Call) -> tuple[int, int] | None:
-        """Return the last position of a call and an upper bound of its visible distances, or None while it is traced.
+        """Return upper bounds of the positions and of the visible distances of a call, or None where none is known.
 
-        This reads from the device.
+        On a CPU they are read. Elsewhere to read would wait for the device, and slots tell them, without padding.
         """
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a trace would keep the numbers of its example
             return None
-        positions = call.positions
+        positions, keys = call.positions, call.key.shape[2]
+        if not can_read(positions.query_positions):
+            if positions.aligned:
+                return keys - 1, keys - 1
+            cached = call.query.shape[2] < keys and isinstance(positions, Positions) and positions.key_kept is None
+            return (NO_WINDOW, keys - 1) if cached else None  # between tokens of a cache are no gaps
         last = positions.query_positions.amax()
         farthest = last - key_positions(call).amin()
         if isinstance(positions, Positions) and positions.key_kept is None:
@@ -381,14 +371,13 @@ class FarRotation(Rotated):
         reach = self.reach(call)
         if reach is not None and self.distances.keeps(*reach):
             return super().turned(call, angles)
-        queries = self.distances.query_positions(call.positions.query_positions.clamp(min=0))
-        keys = self.distances.key_positions(key_positions(call))
+        queries, keys = _waves(call, angles, self.distances)
         dtype = compute_dtype(call.query)
         query, key = call.query.to(dtype), call.key.to(dtype)  # once, because each conversion rounds a gradient
         return replace(
             call,
-            query=torch.cat([angles.rotate(query, at) for at in queries], -1),
-            key=torch.cat([angles.rotate(key, at) for at in keys], -1),
-            module=self.distances,
-            form=None,
+            query=torch.cat([angles.rotate(query, *each) for each in queries], -1),
+            key=torch.cat([angles.rotate(key, *each) for each in keys], -1),
+            module=self,
+            form=self.distances.form,
         )

@@ -18,10 +18,13 @@ from torch.nn.attention import flex_attention as upstream
 
 from hf_posenc import patch_model
 from hf_posenc.core.positions import Positions, pack, unpack
-from hf_posenc.engines import flex, reference, selftest
+from hf_posenc.engines import flex, near_far, reference, selftest
 from hf_posenc.engines.dispatch import choose, find_engine
 
-CASES = ("alibi", "alibi-trainable", "t5", "kerple", "shaw-keys-only", "da_transformer")
+TABLES = ("alibi", "alibi-trainable", "t5", "kerple", "da_transformer")
+RANGES = ("far_rope", "far_rope-dual-chunk")
+CASES = (*TABLES, *(name for name in MODULES if name.startswith("shaw")), *RANGES)
+NO_BAND = ("padded in the middle", "gapped", "distances beyond the number of keys")
 pytestmark = [
     # What compiling itself gives rise to: torch looks at gradients of captured tensors, and uses what it deprecates.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -62,15 +65,19 @@ def dense(monkeypatch):
     return upstream.flex_attention
 
 
+def attend(given):
+    return find_engine("near_far" if type(given.form) in near_far.PARTS else "flex").attend(given)
+
+
 def by_flex(module, positions, tensors, shown, weight, softcap=None):
-    output, _ = find_engine("flex").attend(call_of(module, *tensors, positions, softcap=softcap))
+    output, _ = module(call_of(module, *tensors, positions, softcap=softcap), attend)
     return _with_gradients(module, output, tensors, shown, weight)
 
 
 def by_reference(module, positions, tensors, shown, weight, softcap=None):
     module = copy.deepcopy(module).double()
     tensors = [t.detach().double().requires_grad_() for t in tensors]
-    output, _ = reference.attend(call_of(module, *tensors, positions, softcap=softcap))
+    output, _ = module(call_of(module, *tensors, positions, softcap=softcap), reference.attend)
     return _with_gradients(module, output, tensors, shown, weight)
 
 
@@ -80,7 +87,7 @@ def _with_gradients(module, output, tensors, shown, weight):
     return [output, *torch.autograd.grad((output.double() * weight).sum(), leaves)]
 
 
-@pytest.mark.rows(default=2, slow=16)
+@pytest.mark.rows(default=8, slow=48)
 @matrix(case=CASES, situation=SITUATIONS)  # each is traced anew
 def test_against_the_reference(case, situation, dense):
     groups = 1 if situation in ("causal", "packed") else 2
@@ -88,11 +95,26 @@ def test_against_the_reference(case, situation, dense):
     module, tensors = MODULES[case](4), inputs(positions, 4, groups, torch.float32)
     weight = seeded(2, tensors[0].shape[2], 4, HEAD_DIM)
     given = (module, positions, tensors, shown, weight)
+    if case.startswith("shaw") and situation in NO_BAND:
+        reason = near_far._why_no_band(call_of(module, *tensors, positions))
+        assert "padding inside a document, or gaps" in reason
+        return
     compare(by_flex(*given), by_reference(*given), 2e-5)
 
 
-@pytest.mark.rows(default=1, slow=3)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.rows(default=2)
+@pytest.mark.parametrize("case", ["shaw", *RANGES])
+def test_parts_in_bfloat16(case, dense):
+    """Vectors are gathered in float32; the norm counts, because single entries are noise."""
+    positions, shown = SITUATIONS["left-padded"]()
+    module, tensors = MODULES[case](4), inputs(positions, 4, 2, torch.bfloat16)
+    given = (module, positions, tensors, shown, seeded(2, 90, 4, HEAD_DIM))
+    for actual, expected in zip(by_flex(*given), by_reference(*given), strict=True):
+        assert (actual.double() - expected).norm() <= 0.02 * expected.norm()
+
+
+@pytest.mark.rows(default=2, slow=4)
+@pytest.mark.parametrize("case", [*TABLES, *RANGES])
 def test_soft_cap(case, dense):
     positions = Positions.causal(60)
     module, tensors = MODULES[case](4), inputs(positions, 4, 1, torch.float32)
@@ -163,6 +185,17 @@ def test_blocks_show_what_is_visible(name, share):
     assert full.any() or "window" in name
     b, q, k = torch.meshgrid(torch.arange(batch), torch.arange(queries), torch.arange(keys), indexing="ij")
     assert torch.equal(mask.mask_mod(b, 0, q, k), visible[:, 0])
+    for within in (flex.Range(high=150), flex.Range(150, 300), flex.Range(low=300), flex.Range(1, 2, unit=100)):
+        i, j = (each.clamp(min=0) // within.unit for each in (positions.query_positions, positions.key_positions))
+        difference = i[:, None, :, None] - j[:, None, None]
+        shown = visible & (difference >= within.low) & (difference < within.high)
+        mask = flex.block_mask(positions, batch, within)
+        kept, full = blocks_of(mask, queries, keys)
+        assert not (shown & ~kept).any()
+        assert not (full & ~shown).any()
+        assert torch.equal(mask.mask_mod(b, 0, q, k), shown[:, 0])
+        if name == "causal" and within.low == 300:
+            assert mask.kv_num_blocks.add(mask.full_kv_num_blocks).sum() == 4 + 3 + 2 + 1
 
 
 def call(case, **options):
@@ -187,8 +220,8 @@ def elsewhere(case, **options):
     ("given", "reason"),
     [
         (call("alibi"), "written for CUDA"),
-        (elsewhere("shaw"), "vectors for values"),
-        (elsewhere("transformer_xl"), "neither a table of distances"),
+        (elsewhere("shaw"), "no table of distances"),
+        (elsewhere("transformer_xl"), "no table of distances"),
         (call("alibi", weights=True), "weights were asked for"),
         (elsewhere("alibi", dropout=0.1), "dropout"),
         (dataclasses.replace(call("alibi"), positions=Positions.causal(40).within(9, 3)), "near keys only"),
@@ -217,7 +250,7 @@ def fault(change, **options):
     given = {"dtype": torch.float32, "size": 16, "grouped": True, "capped": False, "gradients": True}
     given |= {"values": options.get("size", 16), "aligned": False}
     kind = selftest.Kind(change, **(given | {"device": torch.device("cpu")} | options))
-    return selftest.fault(kind, flex._attend)
+    return selftest.fault(kind, find_engine("near_far" if change in ("turned", "clipped") else "flex").compute)
 
 
 @pytest.mark.rows(default=5, slow=10)
@@ -299,7 +332,7 @@ def test_a_mask_does_not_keep_its_positions(dense):
 
 @pytest.mark.slow
 @pytest.mark.rows(slow=3)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "shaw-keys-only"])  # which torch cannot compile
+@pytest.mark.parametrize("case", TABLES)  # of parts torch cannot compile the log-sum-exps
 @torch.no_grad()
 def test_compiled_on_a_cpu(case, monkeypatch):
     # With more than ten sizes that are symbols torch writes C++ that does not compile.
@@ -316,9 +349,9 @@ def test_compiled_on_a_cpu(case, monkeypatch):
         assert ((actual - expected) * shown).abs().max() <= 1e-5
 
 
-@pytest.mark.rows(default=12)
+@pytest.mark.rows(default=20, slow=24)
 @pytest.mark.parametrize("ids", ["counted", "gapped", "packed"])
-@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@pytest.mark.parametrize("scheme", ["alibi", "t5", "shaw", "far_rope"])
 @pytest.mark.parametrize("family", ["llama", "bloom"])  # attention gets the ids; or only the mask that holds them
 @torch.no_grad()
 def test_a_model_by_its_position_ids(family, scheme, ids, dense, monkeypatch):
@@ -327,14 +360,19 @@ def test_a_model_by_its_position_ids(family, scheme, ids, dense, monkeypatch):
     monkeypatch.setattr(flex, "SMALLEST_HEAD", 1)
     places = {"counted": torch.arange(60), "gapped": torch.arange(60) * 3, "packed": torch.arange(60) % 25}[ids]
     given = {"input_ids": tokens(2, 60), "position_ids": places[None].expand(2, -1), "use_cache": False}
+    options, engine = {"far_rope": ({"near": 9}, "near_far"), "shaw": ({}, "near_far")}.get(scheme, ({}, "flex"))
     fast, exact = (
-        randomize(patch_model(decoder(family), scheme, attention=engine)) for engine in ("flex", "reference")
+        randomize(patch_model(decoder(family), scheme, attention=each, **options)) for each in (engine, "reference")
     )
+    if (scheme, ids) == ("shaw", "gapped"):
+        with pytest.raises(ValueError, match="padding inside a document, or gaps"):
+            fast(**given)
+        return
     assert (fast(**given).logits - exact(**given).logits).abs().max() <= 1e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["t5", "kerple"])
+@pytest.mark.parametrize("scheme", ["t5", "kerple", "shaw"])
 @torch.no_grad()
 def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
     """Traced on a CPU, for one length and for any, and computed by what FlexAttention is uncompiled."""
@@ -366,7 +404,9 @@ def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_against_the_reference(case, situation, dtype):
     positions, shown = SITUATIONS[situation]()
-    fields = {name: each.cuda() for name, each in vars(positions).items() if each is not None}
+    if case.startswith("shaw") and situation in NO_BAND:
+        pytest.skip("it is refused")
+    fields = {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in vars(positions).items()}
     positions, shown = Positions(**fields), shown if shown is None else shown.cuda()
     module = MODULES[case](4).cuda()
     tensors = [t.detach().cuda().requires_grad_() for t in inputs(positions, 4, 2, dtype)]

@@ -41,12 +41,12 @@ ROWS = [
     ("alibi", {"trainable": True}, SHORT, BFLOAT16),
     ("t5", {}, SHORT, FLOAT32),
     ("kerple", {}, SHORT, FLOAT32),
-    ("shaw", {}, SHORT, FLOAT32),
+    ("shaw", {}, LONG, FLOAT32),
     ("da_transformer", {}, SHORT, FLOAT32),
     ("fire", {}, SHORT, FLOAT32),
     ("cope", {}, SHORT, FLOAT32),
     ("bam", {}, SHORT, BFLOAT16),
-    ("far_rope", {}, SHORT, BFLOAT16),
+    ("far_rope", {"near": 40}, LONG, BFLOAT16),
     (["rope", "qk_norm"], {}, SHORT, BFLOAT16),
 ]
 TOLERANCE = {FLOAT32: 1e-4, BFLOAT16: 5e-2}
@@ -125,11 +125,11 @@ def test_a_compiled_model(scheme):
 
 
 @pytest.mark.skipif(SMALL, reason="a CPU is not waited for")
-@pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", FORGETTING, "t5"], ids=str)
+@pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", FORGETTING, "t5", "shaw", "far_rope"], ids=str)
 @torch.no_grad()
 def test_nothing_waits_for_the_device(scheme):
     """But for one number in a forward pass: whether position ids are those that the model counts."""
-    model, _, _ = pair(scheme, {}, BFLOAT16)
+    model, _, _ = pair(scheme, {"near": 40} if scheme == "far_rope" else {}, BFLOAT16)
     ids = tokens(1, LONG).to(DEVICE)
     cache = model(ids, use_cache=True).past_key_values  # constants are copied, kernels are compiled
     model(ids[:, :1], past_key_values=cache)

@@ -5,6 +5,7 @@ smallest operation, and to read a number waits for all that were asked for.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import DynamicCache
 
 from hf_posenc import patch_model
 from hf_posenc.core.positions import Positions, pack
+from hf_posenc.engines import flex, selftest
+from hf_posenc.engines.near_far import NearFar
 
 LENGTH = 1500
 
@@ -38,7 +41,7 @@ def mask(queries, keys, patched):
     return pack(index[:, -queries:], index, aligned=queries == keys, plain=queries == keys)
 
 
-def operations(scheme, layers, queries):
+def operations(scheme, layers, queries, **hyperparameters):
     """The number of operations of a forward pass over a prompt, or of a token after it."""
     model = tiny("llama", num_hidden_layers=layers).bfloat16().to("meta")
     decoder, cache = model.model, DynamicCache(config=model.config)
@@ -53,7 +56,7 @@ def operations(scheme, layers, queries):
         if queries == 1 and not keeps_numbers:
             run(0, LENGTH, patched=False)
         if scheme is not None:
-            patch_model(model, scheme, seed=0)
+            patch_model(model, scheme, seed=0, **hyperparameters)
         if queries == 1 and keeps_numbers:
             run(0, LENGTH, patched=True)
         with Operations() as counted:
@@ -65,8 +68,8 @@ def operations(scheme, layers, queries):
     ("scheme", "prompt", "token"),
     [
         ("alibi", 4, -9),
-        ("transformer_xl", 14, 2),
-        (["rope", "forgetting"], 30, 18),
+        ("transformer_xl", 14, -3),
+        (["rope", "forgetting"], 30, 10),
         ("t5", None, 7),
         ("kerple", None, 3),
     ],
@@ -81,3 +84,25 @@ def test_few_operations_in_each_layer_and_no_number_read(scheme, prompt, token, 
         if most is not None:
             stock, patched = (operations(s, 2, queries) - operations(s, 1, queries) for s in (None, scheme))
             assert patched - stock <= most, (queries, patched - stock)
+
+
+def kernel(query, key, value, *, return_aux=None, **options):
+    """Stands for FlexAttention."""
+    output, sums = (query.new_empty(*query.shape[:3], *last) for last in (value.shape[3:], ()))
+    return output if return_aux is None else (output, SimpleNamespace(lse=sums.float()))
+
+
+@pytest.mark.parametrize(("scheme", "options", "most"), [("shaw", {}, 24), ("far_rope", {"near": 500}, 49)])
+def test_parts_of_a_prompt_read_no_number(scheme, options, most, monkeypatch):
+    """Beyond those of the stock model, in each layer; with a stand-in for FlexAttention, once for each range."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
+    monkeypatch.setattr(Positions, "follow", lambda self, ids, *, check=True: self)
+    for name, value in (("DEVICE", "meta"), ("SMALLEST_HEAD", 1), ("compiled", lambda: kernel)):
+        monkeypatch.setattr(flex, name, value)
+    monkeypatch.setattr(selftest, "fault", lambda kind, attend: None)
+    seen, attend = [], NearFar.attend
+    monkeypatch.setattr(NearFar, "attend", lambda self, call: seen.append(call) or attend(self, call))
+    one, two = (operations(scheme, layers, LENGTH, **options) for layers in (1, 2))
+    stock = operations(None, 2, LENGTH) - operations(None, 1, LENGTH)
+    assert len(seen) == 3
+    assert two - one - stock <= most

@@ -181,8 +181,11 @@ def test_the_suite_for_gpus_runs_dry(tmp_path):
     command = ["bash", str(ROOT / "scripts" / "gpu_suite.sh"), str(tmp_path / "made"), "--dry-run"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "made" / "codes.txt").read_text().split() == ["tests", "0", "models", "0", "attention", "0"]
-    for stage, scheme in (("models", "alibi"), ("attention", "forgetting")):
+    ended = "tests 0 models 0 attention 0 compiled 0 swaps 0".split()
+    assert (tmp_path / "made" / "codes.txt").read_text().split() == ended
+    runs = json.loads((tmp_path / "made" / "swaps.json").read_text())["runs"]
+    assert list(runs) == ["control, seed 0", "alibi, outputs, seed 0"]
+    for stage, scheme in (("models", "alibi"), ("attention", "far_rope"), ("compiled", "alibi")):
         measured = json.loads((tmp_path / "made" / f"{stage}.json").read_text())
         assert measured["device"] == "cpu"
         assert scheme in {row["scheme"] for row in measured["rows"]}
