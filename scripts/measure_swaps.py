@@ -4,7 +4,7 @@
 python scripts/measure_swaps.py CHECKPOINT TEXT --schemes t5 alibi --json results.json
 
 For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
-fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `outputs` is calibrated as by default; the
+fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `calibrated` is calibrated as by default, `outputs` without the steps that match logits; the
 starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
 tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
 on where it was.
@@ -37,6 +37,7 @@ SCHEMES = {
     },
     "transformer_xl_16_further": ("transformer_xl", {"longest": 32768}),
     "shaw": ("shaw", {}),
+    "nope_every_fourth": ("nope", {"layers": "3::4"}),
     "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
     "window": ("rope", {"window": 512}),
     "far_rope": ("far_rope", {}),
@@ -50,11 +51,17 @@ NOT_SETTINGS = (
     "seeds",
     "untrained",
 )  # the runs say these
-ASKED_FOR = ("yarn", "window", "far_rope", *(name for name in SCHEMES if name.startswith("transformer_xl_")))
+ASKED_FOR = (
+    "yarn",
+    "window",
+    "far_rope",
+    "nope_every_fourth",
+    *(name for name in SCHEMES if name.startswith("transformer_xl_")),
+)
 """Measured only where asked for: they need no calibration, or are another number of frequencies than the default."""
-STARTS = ("plain", "closed_form", "attention", "outputs")
-FITTED, HELD_OUT, MATCHED = 24, 8, 4
-"""Windows that a calibration reads: to fit closed forms, to choose among them, and in each step of the second stage."""
+STARTS = ("plain", "closed_form", "attention", "outputs", "calibrated")
+FITTED, HELD_OUT = 6144, 2048
+"""Tokens that a calibration reads at most: to fit closed forms, and to choose among them."""
 
 
 def documents(tokenizer, text: str) -> list[list[int]]:
@@ -149,7 +156,7 @@ def main() -> int:
     parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model")
     parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "outputs"])
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "calibrated"])
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
     )
@@ -159,8 +166,9 @@ def main() -> int:
     parser.add_argument(
         "--calibrate-windows", type=int, default=600, help="of text that calibration reads, as often as its steps need"
     )
-    parser.add_argument("--steps", type=int, default=150, help="of the second stage of calibration")
-    parser.add_argument("--weight-rate", type=float, default=2e-3, help="of weights in the second stage")
+    parser.add_argument("--steps", type=int, default=50, help="of the second stage of calibration, for each loss")
+    parser.add_argument("--calibrate-batch-size", type=int, default=4, help="windows in each of these steps")
+    parser.add_argument("--weight-rate", type=float, default=1e-3, help="of weights in the second stage")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
     parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
     parser.add_argument("--tokens", nargs="+", type=int, default=[25_000, 50_000, 100_000, 250_000])
@@ -188,7 +196,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
     first = split(parts)
     train = windows(parts[:first], options.length)
     short = windows(parts[:first], options.calibrate_length)
-    few = {length: max(8, options.held_out_tokens // length) for length in options.lengths}
+    few = {length: max(1, options.held_out_tokens // length) for length in options.lengths}
     held = {length: windows(parts[first:], length)[: few[length]] for length in options.lengths}
 
     def keep(name: str, found: dict) -> None:
@@ -201,6 +209,8 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
     batch_size = options.batch_size
     for seed in options.seeds:
         fine_tunes = any(start not in options.untrained for start in options.starts)
+        if not fine_tunes and "base" not in results["runs"]:
+            keep("base", {"before": measure(load(checkpoint, options.device), held)})
         if fine_tunes and (name := f"control, seed {seed}") not in results["runs"]:
             base = load(checkpoint, options.device)
             before = measure(base, held)
@@ -212,24 +222,24 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                     continue
                 given, hyperparameters = SCHEMES[scheme]
                 swapped = patch_model(load(checkpoint, options.device), given, seed=seed, **hyperparameters)
-                began, report = time.perf_counter(), None
+                began, report = time.process_time(), None
                 if start != "plain":
                     matching = Matching(
                         steps=options.steps,
-                        batch_size=MATCHED,
+                        batch_size=options.calibrate_batch_size,
                         weight_rate=options.weight_rate,
-                        loss=None if start == "closed_form" else start,
+                        loss=None if start in ("closed_form", "calibrated") else start,
                         seed=seed,
                     )
                     report = calibrate(
                         swapped,
                         short[: options.calibrate_windows],
-                        held_out=HELD_OUT,
-                        closed_windows=FITTED,
+                        held_out=HELD_OUT // options.calibrate_length,
+                        closed_windows=FITTED // options.calibrate_length,
                         matching=None if start == "closed_form" else matching,
-                        judge="loss" if start == "outputs" else "attention",
+                        judge="loss" if start in ("outputs", "calibrated") else "attention",
                     )
-                seconds = time.perf_counter() - began
+                seconds = time.process_time() - began
                 before = measure(swapped, held)
                 rate = options.plain_rate if start == "plain" else options.rate
                 found = {"before": before}
@@ -238,7 +248,7 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
                     found |= {"after": after, "rate": rate}
                 if report is not None:
                     found["calibration"] = {
-                        "seconds": round(seconds, 1),
+                        "cpu_seconds": round(seconds, 1),
                         "tokens": report.tokens,
                         "kept": report.kept,
                         "divergence": [round(each.after.mean().item(), 4) for each in report.layers],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..checkpoints.scheme_entry import CALIBRATION
@@ -18,12 +22,19 @@ from ..model.patch_record import adapted_parts, alone, without_adapter
 from . import checks
 from .candidates import FirstStage, first_stage, hold_tails, mean_divergence
 from .checks import NOISE
-from .matching import Matching, Movable, match, movable, process_count
+from .matching import PASSES, Matching, Movable, match, movable, process_count
 from .pair import Pair, put
 from .report import NOTHING, Calibration, HeldOutLoss, LayerFit
 from .state import StateFile, digest_of, digest_of_tokens
 
 JUDGES = ("loss", "attention")
+
+LEAST = 1e-3
+"""What a trial must win, in nats. Where there is nothing to win, gradients are rounding errors, of which Adam makes
+steps of full size."""
+
+HELD_OUT_PASSES, FITTED_PASSES = 10, 4
+"""Time that the first stage takes for a held-out window, and for one that it averages over, in passes of the base."""
 
 
 def calibrate(
@@ -41,7 +52,7 @@ def calibrate(
     """Fit a scheme, and the projections of queries and keys, so that they imitate the base's positions.
 
     Closed forms come first. Several are tried, and every head keeps the one whose attention is closest to the base's on
-    held-out windows. Gradient steps (`matching`) then match what the heads of each layer read, or their attention, to
+    held-out windows. Gradient steps (`matching`) then match what the heads of each layer read, and then the logits, to
     the base's. The language-model loss is not trained; it only judges the results (`judge`). Memory grows with the
     length of the windows, not with its square.
 
@@ -59,11 +70,11 @@ def calibrate(
         closed_windows: largest number of windows that the closed forms average over. None means 24 windows, or fewer
             that hold 3,072 tokens.
         matching: settings of the second stage; None leaves it out.
-        judge: the measure on the held-out windows that decides. `loss`: the language-model loss. A stage that raises it
-            by more than 0.01 nats is taken back, and so are matched outputs that raise it at all. If the heads' own
-            forms predict worse than one form for all heads, all heads get that form. `attention`: the distance of the
-            attention from the base's, whatever the loss.
-        progress: show progress bars of windows and steps.
+        judge: the measure on the held-out windows that decides. `loss`: the language-model loss. Closed forms
+            that raise it by more than 0.01 nats are taken back, and so are steps that do not lower it. If the heads'
+            own forms predict worse than one form for all heads, all heads get that form. `attention`: the distance of
+            the attention from the base's, whatever the loss.
+        progress: say how long it may take, and show progress bars of windows and steps.
 
     Returns:
         The report: the stage whose weights were kept, the divergences of each layer and head, and the held-out losses.
@@ -102,6 +113,27 @@ def calibrate(
 
 
 @dataclass(frozen=True)
+class Kept:
+    """The best result so far.
+
+    Attributes:
+        stage: stage or trial that it comes from, as in `Calibration.kept`.
+        after: layer index -> its divergence, (H,).
+        loss: its held-out loss.
+        put_back: name of what the judge has refused -> its held-out loss.
+        values: its values of the parameters that the second stage trains.
+        tried: names of the trials that have ended.
+    """
+
+    stage: str
+    after: dict[int, Tensor]
+    loss: float
+    put_back: Mapping[str, float]
+    values: Sequence[Tensor] = ()
+    tried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class _Run:
     """One calibration: a model, its base and the arguments of `calibrate`.
 
@@ -124,20 +156,22 @@ class _Run:
         pair, entry = self.pair, self.pair.model.config.position_encoding
         file = self._open_state()
         first = self._first_stage() if file.content is None else FirstStage(**file.content["first"])
-        stage, after, loss, put_back = "closed_form", first.closed, first.losses["closed_form"], first.put_back
+        kept = Kept("closed_form", first.closed, first.losses["closed_form"], first.put_back)
         if self.matching is not None:
             self._record("matching")  # true from the first step on, also if it is interrupted
-            stage, after, loss, put_back = self._second_stage(self.matching, first, file)
-        losses = HeldOutLoss(**first.losses, calibrated=loss)
+            kept = self._second_stage(self.matching, first, kept, file)
+        stage, losses = kept.stage, HeldOutLoss(**first.losses, calibrated=kept.loss)
         if stage == "closed_form" and not pair.has_changed():
             stage = NOTHING
             pair.model.config.position_encoding = entry
         else:
             self._record("closed_form" if stage == "closed_form" else "matching", losses)
-        layers = tuple(LayerFit(i, first.before[i], first.closed[i], after[i], first.chosen[i]) for i in pair.layers)
+        layers = tuple(
+            LayerFit(i, first.before[i], first.closed[i], kept.after[i], first.chosen[i]) for i in pair.layers
+        )
         fixed = tuple(each.name for each in pair.patch.schemes if each.hyperparameters().get("trainable") is False)
         scheme, count = pair.patch.name, self._count_tokens()
-        return Calibration(scheme, layers, count, losses, stage, self.judge, put_back, fixed)
+        return Calibration(scheme, layers, count, losses, stage, self.judge, kept.put_back, fixed)
 
     def _record(self, stage: str, losses: HeldOutLoss | None = None) -> None:
         """Record in the model's config that it was calibrated. Its checkpoints and their cards then say so.
@@ -156,42 +190,54 @@ class _Run:
     def _first_stage(self) -> FirstStage:
         """Run the first stage. After an error the model is what it was."""
         try:
-            first = first_stage(self.pair, self.windows, self.judge)
+            began = time.perf_counter()
+            base = self.pair.loss_of_base()
+            if self.pair.progress:
+                self._announce(time.perf_counter() - began)
+            return first_stage(self.pair, base, self.windows, self.judge)
         except BaseException:
             self.pair.restore()
             raise
-        return replace(first, parameters=[p.detach().clone() for part in self.trained for p in part])
 
-    def _second_stage(
-        self, matching: Matching, first: FirstStage, file: StateFile
-    ) -> tuple[str, dict[int, Tensor], float, dict[str, float]]:
-        """Run trials until the judge accepts one. Otherwise restore the first stage's weights.
+    def _announce(self, seconds: float) -> None:
+        """Say how long the calibration may take, after `seconds` in which the base has read the held-out windows."""
+        pair, matching = self.pair, self.matching
+        passes = HELD_OUT_PASSES * len(pair.held) + FITTED_PASSES * min(self.windows, len(pair.train))
+        if matching is not None:
+            passes += matching.steps * matching.batch_size * sum(PASSES[each] for each in matching.trials(self.judge))
+        minutes = seconds * passes / len(pair.held) / 60
+        tqdm.write(f"calibration: about {minutes:.2g} minutes", file=sys.stderr)
+
+    def _second_stage(self, matching: Matching, first: FirstStage, kept: Kept, file: StateFile) -> Kept:
+        """Run the trials. Each starts from the weights that were kept, which return if the judge refuses its result.
 
         Returns:
-            The stage that the weights come from, its divergences by layer, its held-out loss, and the losses of what
-            was rejected.
+            What was kept in the end.
         """
-        pair, put_back = self.pair, (file.content or {}).get("put_back", first.put_back)
-        best = min(first.losses["swapped"], first.losses["closed_form"])
+        pair, parameters = self.pair, [p for part in self.trained for p in part]
+        kept = replace(kept, values=[p.detach().clone() for p in parameters])
+        if file.content is not None:
+            kept = Kept(**file.content["kept"])
         for trial in matching.trials(self.judge):
-            if trial in put_back:  # the state says that the judge has refused this trial
+            if trial in kept.tried:  # before the state was written
                 continue
-            known = {"first": vars(first), "put_back": put_back}
-            match(pair, self.trained, matching, trial, file, known)
+            match(pair, self.trained, matching, trial, file, {"first": vars(first), "kept": vars(kept)})
             hold_tails(pair, self.windows)
             loss = pair.loss()
             try:
                 after = pair.divergence()
             except ValueError:  # the steps diverged
-                loss = math.inf
+                loss, after = math.inf, kept.after
+            closer = mean_divergence(after) <= mean_divergence(kept.after)
+            if self._accepts(trial, loss, kept.loss, closer):
+                kept = replace(
+                    kept, stage=trial, after=after, loss=loss, values=[p.detach().clone() for p in parameters]
+                )
             else:
-                if self._accepts(trial, loss, best, mean_divergence(after) <= mean_divergence(first.closed)):
-                    return trial, after, loss, put_back
-            put_back = put_back | {trial: loss}
-            put(zip((p for part in self.trained for p in part), first.parameters, strict=True))
-            if loss <= best + NOISE:  # the next trial is only for a model that predicts worse after this one
-                break
-        return "closed_form", first.closed, first.losses["closed_form"], put_back
+                put(zip(parameters, kept.values, strict=True))
+                kept = replace(kept, put_back={**kept.put_back, trial: loss})
+            kept = replace(kept, tried=(*kept.tried, trial))
+        return kept
 
     def _accepts(self, trial: str, loss: float, best: float, closer: bool) -> bool:
         """Return whether the judge accepts the result of a trial.
@@ -202,18 +248,18 @@ class _Run:
             best: lowest held-out loss so far.
             closer: whether attention came no further from the base's.
         """
-        if self.judge == "attention":
-            return closer if trial == "attention" else math.isfinite(loss)
-        return loss < best - NOISE or (loss <= best + NOISE and (loss <= best if trial == "outputs" else closer))
+        if self.judge == "attention" or not math.isfinite(loss):
+            return math.isfinite(loss) and (closer or trial != "attention")
+        return loss < best - LEAST or (trial == "attention" and loss <= best + NOISE and closer)
 
     def _count_tokens(self) -> int:
         """Return the number of different tokens that the stages read, with the held-out tokens."""
         pair, matching = self.pair, self.matching
         read = set(range(len(pair.train[: self.windows])))
         if matching is not None:
-            generator = torch.Generator().manual_seed(matching.seed)
-            for _ in range(matching.steps):
-                read.update(matching.drawn(len(pair.train), generator).flatten().tolist())
+            for generator in map(matching.generator, matching.trials(self.judge)):
+                for _ in range(matching.steps):
+                    read.update(matching.drawn(len(pair.train), generator).flatten().tolist())
         return (len(read) + len(pair.held)) * pair.held.shape[1]
 
     def _open_state(self) -> StateFile:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,6 @@ class FirstStage:
         chosen: layer index -> `LayerFit.chosen`.
         losses: field of `HeldOutLoss` (`base`, `swapped`, `closed_form`) -> held-out loss.
         put_back: name of a first-stage result that the judge rejected -> its held-out loss, see `Calibration.put_back`.
-        parameters: values, after the first stage, of the parameters that the second stage trains.
     """
 
     before: dict[int, Tensor]
@@ -41,7 +40,6 @@ class FirstStage:
     chosen: dict[int, tuple[str, ...]]
     losses: dict[str, float]
     put_back: dict[str, float] = field(default_factory=dict)
-    parameters: Sequence[Tensor] = ()
 
     def uniformly(self, form: str, closed: dict[int, Tensor], loss: float, rejected: dict[str, float]) -> FirstStage:
         """Return the results with one form for all heads, after a rejected result.
@@ -57,7 +55,7 @@ class FirstStage:
         return replace(self, closed=closed, chosen=chosen, losses=losses, put_back=put_back)
 
 
-def first_stage(pair: Pair, windows: int, judge: str) -> FirstStage:
+def first_stage(pair: Pair, base: float, windows: int, judge: str) -> FirstStage:
     """Try the closed forms, and keep for each head the one whose attention is closest to the base's.
 
     If the judge is `loss` and one form for all heads predicts better, all heads keep that form; and if the plain swap
@@ -65,13 +63,14 @@ def first_stage(pair: Pair, windows: int, judge: str) -> FirstStage:
 
     Args:
         pair: a model and its base.
+        base: the base's held-out loss.
         windows: largest number of windows that the forms average over.
         judge: `loss` or `attention`, as in `calibrate`.
 
     Raises:
         ValueError: if attention, or the base's loss, is NaN or infinite.
     """
-    losses = {"base": pair.loss_of_base(), "swapped": pair.loss()}
+    losses = {"base": base, "swapped": pair.loss()}
     pair.add_mean_position()
     measured = {} if pair.has_changed() else {"as it was": losses["swapped"]}
     averages = pair.averages(windows)

@@ -1,4 +1,4 @@
-"""The second stage: gradient steps that match each layer's attention, or its outputs, to the base's."""
+"""The second stage: gradient steps that match attention, its outputs, or the logits to the base's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -28,8 +29,13 @@ from .state import StateFile
 
 WEIGHTS = ("scheme", "query_key", "adapter")
 
-LOSSES = ("attention", "outputs")
-"""The losses that the second stage can lower."""
+PASSES = {"attention": 4, "outputs": 2, "logits": 4}
+"""The losses that the second stage can lower -> time of a step, in passes of the base."""
+
+LOSSES = tuple(PASSES)
+
+LOGIT_RATES = 0.5
+"""Rates of the steps that lower `logits`, relative to those of the other losses, whose steps come first."""
 
 Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
 """The parameters that the second stage trains: the scheme's, and weights that make queries and keys."""
@@ -45,15 +51,16 @@ class Matching:
             None means `adapter` for a model with an adapter, and `query_key` for any other model. On a base that adds
             a table of positions to its hidden states, `query_key` and `adapter` also mean weights that make values,
             which matched outputs move: they were trained with the table.
-        steps: number of steps.
+        steps: number of steps for each loss.
         batch_size: number of windows in a step.
         rate: learning rate of the scheme's parameters; it falls to 0 as a cosine.
         weight_rate: learning rate of the weights; it falls in the same way.
         loss: the loss to lower. `outputs`: the squared error of the heads' outputs, relative to the mean square of the
             base's values, where each layer reads the patched model's own hidden states and so makes good what the
-            layers below it do differently. `attention`: the KL divergence from the base's attention, where each layer
-            reads the base's hidden states. None means `outputs`, and then `attention` if the model predicts worse after
-            `outputs` by more than 0.01 nats; under `judge="attention"` it means `attention`.
+            layers below it do differently. `logits`: the KL divergence of the next token from the base's, through all
+            layers, with half the learning rates. `attention`: the KL divergence from the base's attention, where each
+            layer reads the base's hidden states. None means `outputs` and then `logits`, each for `steps` steps; under
+            `judge="attention"` it means `attention`.
         seed: seed of the order of windows.
         state_file: file for the state of this stage, written whole or not at all. If the file exists, `calibrate`
             resumes from it and skips the first stage. The result is the same as without an interruption. None means
@@ -67,7 +74,7 @@ class Matching:
     """
 
     weights: str | None = None
-    steps: int = 100
+    steps: int = 50
     batch_size: int = 4
     rate: float = 2e-2
     weight_rate: float = 1e-3
@@ -90,10 +97,14 @@ class Matching:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in irrelevant}
 
     def trials(self, judge: str) -> tuple[str, ...]:
-        """Return the losses to try. Each starts from the first stage's weights, until the judge accepts a result."""
+        """Return the losses to lower, one after the other."""
         if self.loss is not None:
             return (self.loss,)
-        return ("outputs", "attention") if judge == "loss" else ("attention",)
+        return ("outputs", "logits") if judge == "loss" else ("attention",)
+
+    def generator(self, loss: str) -> torch.Generator:
+        """Return the generator of the order of windows; steps that lower `logits` read others than those before."""
+        return torch.Generator().manual_seed(self.seed + (loss == "logits"))
 
     def drawn(self, windows: int, generator: torch.Generator) -> Tensor:
         """Draw the indices of the training windows of a step, (processes, batch_size)."""
@@ -138,9 +149,10 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
     parameters = [p for part in trained for p in part]
     # Closed forms change more than is trained.
     changeable = list(dict.fromkeys([*(p for p, _ in pair.initial_values.values()), *parameters]))
-    rates, rank = (matching.rate, matching.weight_rate), dist.get_rank() if dist.is_initialized() else 0
+    share = LOGIT_RATES if loss == "logits" else 1.0
+    rates, rank = (matching.rate * share, matching.weight_rate * share), dist.get_rank() if dist.is_initialized() else 0
     optimizer = torch.optim.Adam([{"params": part, "peak": r} for part, r in zip(trained, rates, strict=True) if part])
-    generator = torch.Generator().manual_seed(matching.seed)
+    generator = matching.generator(loss)
 
     def save(step: int) -> None:
         if rank == 0:
@@ -155,7 +167,7 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
         generator.set_state(state["random"])
     else:
         save(0)
-    add = add_output_gradients if loss == "outputs" else _add_attention_gradients
+    add = {"attention": _add_attention_gradients, "outputs": add_output_gradients, "logits": add_logit_gradients}[loss]
     steps = range(done + 1, matching.steps + 1)
     bar = tqdm(steps, "calibrating", matching.steps, initial=done, unit="step", disable=not pair.progress)
     with bar, ExitStack() as at_end, requiring_grad(parameters), attending(pair.model, pair.base_model):
@@ -256,6 +268,33 @@ def add_output_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Par
             hooks.callback(module.register_forward_hook(partial(leave, index)).remove)
         pair.model.base_model(tokens, use_cache=False)
     return sum(errors) / len(errors)
+
+
+def add_logit_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Parameter]) -> float:
+    """Add the gradients of the next token's KL divergence from the base's on a batch, and return its mean in nats.
+
+    One window at a time, because logits, and what the backward pass of all layers needs, take the most memory.
+
+    Args:
+        pair: a model and its base, within `attending`.
+        tokens: (B, T) windows.
+        parameters: parameters that require gradients.
+    """
+    value = 0.0
+    for window in tokens.split(1):
+        with torch.no_grad(), pair.as_base() as base, attending(base, BaseModel.of(base)):
+            wanted = _log_probabilities(base, window)
+        with uncompiled():
+            found = _log_probabilities(pair.model, window)
+        loss = F.kl_div(found, wanted, log_target=True, reduction="sum") / tokens.numel()
+        _add_gradients(loss, parameters)
+        value += loss.item()
+    return value
+
+
+def _log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    logits = model(tokens, use_cache=False).logits
+    return logits.to(compute_dtype(logits)).log_softmax(-1)
 
 
 @torch.no_grad()

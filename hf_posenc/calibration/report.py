@@ -72,8 +72,8 @@ class Calibration(Result):
         layers: the calibrated layers.
         tokens: number of different tokens that were read, with the held-out tokens.
         held_out_loss: language-model losses of the base, and of the model after each stage.
-        kept: stage that the model's weights come from: `closed_form`; `attention` or `outputs`, the loss that the
-            second stage lowered; or `nothing`, if the model is the plain swap.
+        kept: stage that the model's weights come from: `closed_form`; `attention`, `outputs` or `logits`, the loss that
+            the second stage lowered last; or `nothing`, if the model is the plain swap.
         judge: the measure that decided, `loss` or `attention`, see `calibrate`.
         put_back: name of a stage or trial that the judge took back -> its held-out loss in nats.
         fixed: names of the schemes whose parameters are fixed (`trainable=False`), so that nothing in them is fitted.
@@ -118,10 +118,10 @@ class Calibration(Result):
             tried = ", ".join(f"{name.replace('_', ' ')} ({loss:.3f} nats)" for name, loss in self.put_back.items())
             why = "it predicted no better" if self.judge == "loss" else "attention came no closer"
             sentences.append(f"Taken back, because {why}: {tried}.")
-        if self.kept == "outputs" and any(each.after.mean() > each.closed.mean() for each in self.layers):
+        if self.kept in ("outputs", "logits") and any(each.after.mean() > each.closed.mean() for each in self.layers):
             sentences.append(
-                "What the heads read was matched, not their attention. So the divergence can end above that of the "
-                "closed forms."
+                f"The {self.kept} were matched, not the attention. So the divergence can end above that of the closed "
+                "forms."
             )
         return sentences
 

@@ -30,8 +30,8 @@ class CalibrationArguments:
 
     Args:
         calibrate: fit the scheme, and the projections of queries and keys, to the base before fine-tuning. closed_form:
-            solve equations; matching: then also match each layer's outputs in steps; none: a plain swap.
-        calibrate_steps: optimizer steps that match each layer, on batches of 4 windows.
+            solve equations; matching: then also match outputs of layers, and logits, in steps; none: a plain swap.
+        calibrate_steps: optimizer steps that match outputs, and as many that match logits, on batches of 4 windows.
         calibrate_windows: windows of the training text to calibrate with, up to 8 held-out windows included.
         calibrate_length: tokens in a window. Attention is matched at shorter distances; at longer ones transformer_xl
             starts with little weight (default: the length the base was trained at, 256 at most).
@@ -87,7 +87,7 @@ def calibrate(
         accelerator: accelerator of the processes.
         model: patched model, on the device, not sharded. If PEFT has wrapped it, only weights that it trains change.
         tokens: windows from `windows`.
-        matching: the steps that match each layer; None for closed forms alone.
+        matching: the steps of the second stage; None for closed forms alone.
         loss: function that returns the held-out loss.
         base_loss: `loss` of the base.
 
@@ -112,7 +112,7 @@ def calibrate(
         "method": "closed_form" if matching is None else "matching",
         "windows": len(tokens),
         "tokens": report.tokens,
-        "steps": 0 if matching is None else matching.steps,
+        "steps": 0 if matching is None else matching.steps * len(matching.trials("loss")),
         "divergence": {name: statistics.fmean(layer[name] for layer in layers) for name in stages},
         "layers": layers,
         "held_out_loss": losses | {"calibrated": loss(model)},

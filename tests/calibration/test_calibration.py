@@ -20,7 +20,7 @@ from hf_posenc import CheckpointError, NotPatchedError, UnsupportedModelError, p
 from hf_posenc.calibration import observe as watching
 from hf_posenc.calibration.candidates import hold_tails, mean_rotations
 from hf_posenc.calibration.closed_forms import RIDGE, coefficients, target_of
-from hf_posenc.calibration.matching import Matching, add_output_gradients
+from hf_posenc.calibration.matching import Matching, add_logit_gradients, add_output_gradients
 from hf_posenc.calibration.observe import attending, observe
 from hf_posenc.calibration.pair import Pair
 from hf_posenc.core.modules import PositionModule
@@ -465,6 +465,28 @@ def test_each_layer_corrects_outputs_on_the_models_own_hidden_states(scheme):
                 slopes.append(errors()[int(name[0])] / (2 * step))
                 p.add_(direction, alpha=-step)
         assert abs((p.grad * direction).sum().item() - sum(slopes)) <= 1e-5 * p.grad.norm() * direction.norm()
+
+
+def test_logits_are_matched_through_all_layers():
+    """The loss is the mean divergence of the next token's distribution, and its gradient reaches every layer."""
+    model, ids = exact(tiny("llama")), windows()[:2]
+    base = logits(model, ids).softmax(-1)
+    patch_model(model, "t5", share_layers=False, seed=0)
+    pair = pair_of(model)
+    parameters = [p for p in model.model.layers.parameters() if p.requires_grad]
+    directions = [torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype) for p in parameters]
+
+    def divergence(step):
+        with torch.no_grad():
+            for p, direction in zip(parameters, directions, strict=True):
+                p.add_(direction, alpha=step)
+            return (base * (base.log() - logits(model, ids).log_softmax(-1))).sum(-1).mean().item()
+
+    with attending(model, pair.base_model):
+        assert abs(add_logit_gradients(pair, ids, parameters) - divergence(0.0)) <= 1e-7  # LLaMA's norms are in float32
+    slope = sum((p.grad * direction).sum().item() for p, direction in zip(parameters, directions, strict=True))
+    assert all(layer.self_attn.q_proj.weight.grad.norm() > 1e-6 for layer in model.model.layers)
+    assert slope == pytest.approx((divergence(1e-4) - divergence(-2e-4)) / 2e-4, rel=1e-2)
 
 
 def test_vectors_at_the_input_are_trained_by_the_outputs_of_every_layer():

@@ -103,12 +103,13 @@ def test_tokens_without_a_label_do_not_count(written):
 @pytest.mark.parametrize(
     ("losses", "kept", "put_back"),
     [
-        # swapped; heads by attention; turned, both, fitted; outputs; attention
-        ([4.0, 3.0, 3.5, 3.2, 3.1, 2.5], "outputs", {}),
-        ([4.0, 3.0, 3.5, 3.2, 3.1, 3.2, 2.9], "attention", {"outputs": 3.2}),
-        ([3.0, 4.0, 3.5, 2.5, 3.1, 3.7, 2.6], "closed_form", {"heads": 4.0, "outputs": 3.7, "attention": 2.6}),
-        ([3.0, 4.0, 3.8, 3.7, 3.6, 3.7, 3.2], "nothing", {"heads": 4.0, "outputs": 3.7, "attention": 3.2}),
-        ([3.0, INF, INF, 2.5, 3.1, INF, 2.4], "attention", {"heads": INF, "outputs": INF}),
+        # swapped; heads by attention; turned, both, fitted; outputs; logits
+        ([4.0, 3.0, 3.5, 3.2, 3.1, 2.5, 2.4], "logits", {}),
+        ([4.0, 3.0, 3.5, 3.2, 3.1, 2.5, 2.5], "outputs", {"logits": 2.5}),
+        ([4.0, 3.0, 3.5, 3.2, 3.1, 3.2, 2.9], "logits", {"outputs": 3.2}),
+        ([3.0, 4.0, 3.5, 2.5, 3.1, 3.7, 2.6], "closed_form", {"heads": 4.0, "outputs": 3.7, "logits": 2.6}),
+        ([3.0, 4.0, 3.8, 3.7, 3.6, 3.7, 3.2], "nothing", {"heads": 4.0, "outputs": 3.7, "logits": 3.2}),
+        ([3.0, INF, INF, 2.5, 3.1, INF, 2.4], "logits", {"heads": INF, "outputs": INF}),
     ],
 )
 def test_losses_decide(losses, kept, put_back, written, monkeypatch):
@@ -293,9 +294,10 @@ def test_modes_of_the_caller_change_nothing(written):
 
 
 @pytest.mark.slow
-def test_trials_go_on_where_they_were(written, tmp_path):
-    """Also in the second of them, and with the loss of the first that was put back."""
-    path, case = tmp_path / "state", {"steps": 3, "weight_rate": 5.0}
+@pytest.mark.parametrize(("weight_rate", "kept"), [(5.0, "closed_form"), (1e-3, "logits")])
+def test_trials_go_on_where_they_were(weight_rate, kept, written, tmp_path):
+    """Also in the second of them, whether the result of the first was kept or put back."""
+    path, case = tmp_path / "state", {"steps": 3, "weight_rate": weight_rate}
 
     def run(stop=None, **given):
         model, made = patch_model(tiny("llama"), "t5", share_layers=False, seed=0), []
@@ -313,6 +315,7 @@ def test_trials_go_on_where_they_were(written, tmp_path):
 
     whole, expected, made = run()
     assert len(made) == 6
+    assert expected.kept == kept
     _, none, first = run(stop=5, state_file=path)
     assert none is None
     resumed, report, rest = run(state_file=path)
