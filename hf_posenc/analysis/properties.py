@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ..api import schemes_of
 from ..core.dims import Dims
 from ..core.measurement import Result
-from ..core.modules import ScoreModule, WithoutPositions, owner_of
+from ..core.modules import ScoreModule, WithoutPositions, owner_of, query_modules
 from ..model.base_model import BaseModel
 from ..schemes.base import Scheme
 from . import probe
@@ -182,7 +182,7 @@ def _subject(model: PreTrainedModel) -> _Subject | None:
     base = BaseModel.of(model)
     attention = base.modules.attentions[0]
     owner = owner_of(attention._modules.get("posenc"))
-    if isinstance(owner, ScoreModule) and not isinstance(owner, WithoutPositions):
+    if isinstance(owner, ScoreModule) and not isinstance(owner, WithoutPositions) and not query_modules(attention):
         return _Subject(_score_representation(owner, base.sizes[0]), owner, what="distances")
     if (added := probe.added_to(model)) is not None:
         return _Subject(added, added.module, limit=added.limit)
@@ -233,7 +233,7 @@ def _score_representation(module: ScoreModule, dims: Dims) -> Represent:
 
     def represent(positions: Tensor) -> Tensor:
         keys = key.expand(-1, -1, len(positions), -1)
-        scores = probe.scores_at(module, query, keys, positions, dims.head_dim**-0.5)
+        scores = probe.scores_at(module, module.form(query), query, keys, positions, dims.head_dim**-0.5)
         hidden = scores < torch.finfo(scores.dtype).min / 2  # outside a window: sizes of finite scores
         scores = scores.masked_fill(hidden, scores.masked_fill(hidden, 0).amin())
         return scores.flatten(0, 2).T.double()
