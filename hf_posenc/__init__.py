@@ -31,7 +31,8 @@ _PUBLIC_NAMES = {
     ".core.modules": "PositionEmbedding QueryModule Rotation ScoreModule TokenModule",
     ".parallel": "context_group context_parallel shard_sequence",
     ".core.registry": "available_schemes register_scheme",
-    ".schemes.base": "Dims EmbeddingScheme QueryScheme RotaryScheme Scheme ScoreScheme TokenScheme",
+    ".schemes.base": "Dims EmbeddingScheme HiddenNumbers QueryScheme RotaryScheme Scheme ScoreScheme TokenScheme "
+    "WeightScheme",
 }
 """Module -> its public names. `__init__.pyi` lists the same names for type checkers."""
 

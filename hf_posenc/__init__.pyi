@@ -57,11 +57,13 @@ from .core.registry import available_schemes as available_schemes, register_sche
 from .schemes.base import (
     Dims as Dims,
     EmbeddingScheme as EmbeddingScheme,
+    HiddenNumbers as HiddenNumbers,
     QueryScheme as QueryScheme,
     RotaryScheme as RotaryScheme,
     Scheme as Scheme,
     ScoreScheme as ScoreScheme,
     TokenScheme as TokenScheme,
+    WeightScheme as WeightScheme,
 )
 
 __version__: str

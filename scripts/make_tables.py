@@ -79,10 +79,11 @@ def limit(scheme: type[Scheme]) -> str:
 def papers(scheme: type[Scheme]) -> str:
     """Links to the papers that the docstring's line `Source:` names; ValueError if it names none."""
     source = re.search(r"^Source: (.+?)(?=\n\n|\Z)", inspect.getdoc(scheme) or "", flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"([^;]+?), arXiv:(\d{4}\.\d{5})", " ".join(source[1].split()) if source else "")
+    text = " ".join(source[1].split()) if source else ""
+    found = re.findall(r"([^;]+?), (?:arXiv:(\d{4}\.\d{5})|(https://[^\s;,]+[^\s;,.]))", text)
     if not found:
         raise ValueError(f"the docstring of {scheme.__name__} needs a line `Source: AUTHORS YEAR, arXiv:NUMBER.`")
-    return ", ".join(f"[{who.strip()}](https://arxiv.org/abs/{number})" for who, number in found)
+    return ", ".join(f"[{who.strip()}]({page or f'https://arxiv.org/abs/{number}'})" for who, number, page in found)
 
 
 def bases(width: int, layers: int, length: int) -> dict[str, PreTrainedModel]:

@@ -58,7 +58,7 @@ def _of_scheme(name: str) -> Iterator[str]:
             yield f"tests/helpers/rows.py, values: two of {hyperparameter} that differ"
         if not row or not any(hyperparameter == wrong for wrong, *_ in row.wrong):
             yield f"tests/helpers/rows.py, wrong: a value of {hyperparameter}, and words of its error"
-    if row and issubclass(scheme_class(name), ScoreScheme) and not row.modules:
+    if row and issubclass(scheme_class(name), ScoreScheme) and not row.modules and not scheme_class(name).uses_queries:
         yield "tests/helpers/rows.py, modules: hyper-parameters that engines are compared with"
     for page in ("README.md", "docs/schemes.md"):
         if f"`{name}`" not in (ROOT / page).read_text(encoding="utf-8"):

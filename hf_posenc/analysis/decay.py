@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..api import schemes_of
 from ..calibration.observe import observe
 from ..core.dims import Dims
+from ..core.forms import Form
 from ..core.measurement import Result
 from ..core.modules import ScoreModule, WithoutPositions, owner_of
 from ..families.base import language_config
@@ -134,15 +135,18 @@ def _decay(model: PreTrainedModel, label: str, d: Tensor, tokens: Tensor | None)
     return Decay(label, d, without if vectors is None else _scores_of_vectors(vectors, d))
 
 
-def _heads(model: PreTrainedModel, base: BaseModel, tokens: Tensor | None) -> list[tuple[Any, Tensor, float]]:
-    """Return for each layer its module, a query for each head (H, D), and the scaling of its scores."""
+def _heads(
+    model: PreTrainedModel, base: BaseModel, tokens: Tensor | None
+) -> list[tuple[Any, Form | None, Tensor, float]]:
+    """Return for each layer its module and form, a query for each head (H, D), and the scaling of its scores."""
     if tokens is None:
         (attention,), (sizes,) = base.modules.attentions, base.sizes.values()
         query = torch.full((sizes.num_heads, sizes.head_dim), sizes.head_dim**-0.25, dtype=torch.float64)
-        return [(owner_of(attention.get_submodule("posenc")), query, sizes.head_dim**-0.5)]
+        owner = owner_of(attention.get_submodule("posenc"))
+        return [(owner, owner.form(query[None, :, None]), query, sizes.head_dim**-0.5)]
     with evaluation(model):
         calls = [each.call for each in observe(model, tokens, list(base.modules.attention_of)).values()]
-    return [(call.module, call.query.double().mean((0, 2)), call.scaling) for call in calls]
+    return [(call.module, call.form, call.query.double().mean((0, 2)), call.scaling) for call in calls]
 
 
 def _distances(distances: int | Sequence[int]) -> Tensor:
@@ -162,10 +166,12 @@ def _scores_of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
     return (means[distances.abs()] / means[0])[None, None]
 
 
-def _scores_of_module(module: ScoreModule, query: Tensor, scaling: float, distances: Tensor) -> Tensor:
+def _scores_of_module(
+    module: ScoreModule, form: Form | None, query: Tensor, scaling: float, distances: Tensor
+) -> Tensor:
     """Return the scores (H, n) of a query (H, D) and a key along it at each distance; ValueError if one is negative."""
     if int(distances.min()) < 0:
         raise ValueError("the scores of this scheme are for causal attention: distances must be >= 0")
     key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / scaling
     keys = key[None, :, None].expand(-1, -1, len(distances), -1)
-    return probe.scores_at(module, query[None, :, None], keys, distances, scaling)[0, :, 0].double().cpu()
+    return probe.scores_at(module, form, query[None, :, None], keys, distances, scaling)[0, :, 0].double().cpu()

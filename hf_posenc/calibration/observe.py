@@ -39,29 +39,25 @@ class Rows:
     Attributes:
         scores: (B, H, R, L) float32 or float64, invisible keys at the dtype's minimum.
         visible: (B, H, R, L) bool.
-        sinks: (H,) or None.
+        call: the widened call of these rows.
     """
 
     scores: Tensor
     visible: Tensor
-    sinks: Tensor | None
+    call: Call
 
     @cached_property
     def log_weights(self) -> Tensor:
         """Return the logarithms of the attention weights, (B, H, R, L), or (B, H, R, L + 1) with sinks."""
-        return self._with_sinks.log_softmax(-1)
+        if not self.call.changes_weights:
+            return self.call.final_scores(self.scores).log_softmax(-1)
+        # Weights that are no softmax may be 0, or negative: they count as the least number.
+        return self.weights.clamp(min=torch.finfo(self.scores.dtype).tiny).log()
 
     @cached_property
     def weights(self) -> Tensor:
         """Return the attention weights, of the shape of `log_weights`."""
-        return self._with_sinks.softmax(-1)
-
-    @property
-    def _with_sinks(self) -> Tensor:
-        if self.sinks is None:
-            return self.scores
-        sinks = self.sinks.to(self.scores.dtype)[:, None, None].expand(*self.scores.shape[:-1], 1)
-        return torch.cat([self.scores, sinks], -1)
+        return self.call.normalise(self.call.final_scores(self.scores))
 
     def confined(self, visible: Tensor) -> Rows:
         """Return the same rows with more keys masked. With a scheme's window it gives the base's attention within it.
@@ -100,13 +96,13 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
     wide = call.cut(part, slice(0, part.stop)).widened()
     scores = wide.positions.mask(Content().scores(wide) if content else wide.scores())
     # A key is visible if its score is not masked. Positions alone do not say it: a scheme's heads may have windows.
-    return Rows(scores, scores > torch.finfo(scores.dtype).min / 2, wide.sinks)
+    return Rows(scores, scores > torch.finfo(scores.dtype).min / 2, wide)
 
 
 def _with_form(module: nn.Module, call: Call) -> Call:
     """Return a call, completed with the module that computes its scores and the form of that module."""
-    owner = owner_of(module)
-    return replace(call, module=owner, form=owner.form(call.query))
+    prepared: Call = owner_of(module).prepared(call)
+    return prepared
 
 
 @contextmanager

@@ -206,4 +206,5 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
     empty = torch.empty((), dtype=dtype, device=call.query.device)
     lengthened = {name: empty.expand(1, one.shape[1], size, one.shape[3]) for name, (one, size) in tensors.items()}
     positions = on_attention(attention).within_window(Positions.causal(length, keys, call.query.device))
-    return replace(call, positions=positions, **lengthened)
+    own = {name: numbers.expand(-1, -1, length, -1) for name, numbers in call.by_module.items()}
+    return replace(call, positions=positions, by_module=own, **lengthened)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..core.attention_call import Call
 from ..core.errors import NotPatchedError
 from ..core.layer_state import STATE, OnLayer, on_attention, on_decoder
-from ..core.modules import Additions, PositionEmbedding, PositionModule, WithoutPositions, owner_of
+from ..core.modules import Additions, PositionEmbedding, PositionModule, WithoutPositions, owner_of, query_modules
 from ..core.positions import Positions, read
 from ..engines import reference
 from ..model.base_model import BaseModel
@@ -198,7 +198,7 @@ class _Verification:
         # Of each addition its module; None where it is missing. PEFT's wrapper hands on the module that is active.
         self.additions: dict[tuple[str, int], Any] = {}
         for scheme in patch.schemes:
-            for layer in base.layers_of(scheme) if scheme.joins else ():
+            for layer in base.layers_of(scheme) if scheme.joins and not scheme.computes_scores else ():
                 holder = base.modules.attention_of[layer]._modules.get("posenc_additions")
                 self.additions[scheme.name, layer] = getattr(holder, scheme.name, None)
         self.modules = {key: module for key, module in self.additions.items() if module is not None}
@@ -362,7 +362,8 @@ class _Verification:
         attentions: dict[int, Any] = self.base.modules.attention_of
         ids = self.runner.positions(self.tokens.shape[1])
         calls, others = (self.traced(list(attentions.values()), each)[0] for each in (ids, ids.flip(-1)))
-        silenced, family, problems = self.base.layers_with_scores(), self.family, []
+        family, problems = self.family, list[str]()
+        silenced = {i for each in self.replacing if each.computes_scores for i in self.base.layers_of(each)}
         for (index, attention), call, other in zip(attentions.items(), calls, others, strict=True):
             undo = Undo()
             try:
@@ -468,7 +469,8 @@ def _cut_and_padded(
     rows = [slice(start, start + ROWS) for start in range(0, size, ROWS)]
     cut = [attend(call.cut(some, slice(some.stop)), slice(some.stop)) for some in rows]
     yield f"if queries come {ROWS} at a time, as from a cache", whole, torch.cat(cut, 1)
-    for make in () if additions is None else additions.token_modules().values():
+    made_by = {} if additions is None else additions.token_modules()
+    for make in (*made_by.values(), *query_modules(attention).values()):
         made = torch.cat([make(hidden_states[:, some]) for some in rows], 2)
         yield f"if its numbers are made {ROWS} tokens at a time, as beside a cache", make(hidden_states), made
     if isinstance(call.positions, Positions):

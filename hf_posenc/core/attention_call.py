@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,10 +30,18 @@ class Call:
         dropout: probability that an attention weight is dropped.
         weights: whether the caller wants the attention weights (B, H, Q, L).
         sinks: (H,) or None. One more score per head in the softmax; its weight is dropped.
-        numbers: (B, H, L) or None. One number for each token of the keys, for the addition that made it.
+        numbers: (B, H, L) or (B, H, L, N), or None. Numbers of the tokens of the keys, for the addition that made them.
+        query_numbers: (B, H, Q, N) or None. Numbers of the tokens of the queries, for the module that made them.
+        by_module: name of a module -> its `query_numbers`.
         log_gates: (B, H, L) or None. Logarithms of forget gates, one for each token of the keys. A score gets the sum
             over the visible tokens after its key.
         key_bias: (B, H, L) or None. Added to the score of each key, whatever the query, after a soft cap.
+        score_changes: functions of a call and its masked scores (B, H, Q, L), applied in turn. They return other
+            scores; hidden keys stay hidden.
+        normaliser: function of masked scores that returns weights, in place of the softmax; None means the softmax. A
+            hidden key has a score below half the dtype's minimum, and must get the weight 0.
+        weight_changes: functions of weights, applied in turn.
+        output_changes: functions of the output (B, Q, H, V), applied in turn after any engine.
         module: the scheme's module, which has `scores` and `mix`; None until the call reaches the module.
         form: form of the scores (`hf_posenc.core.forms`); None until the call reaches the module, and for schemes
             without a form.
@@ -51,6 +60,12 @@ class Call:
     numbers: Tensor | None = None
     log_gates: Tensor | None = None
     key_bias: Tensor | None = None
+    query_numbers: Tensor | None = None
+    by_module: Mapping[str, Tensor] = field(default_factory=dict)
+    score_changes: tuple[Callable[[Call, Tensor], Tensor], ...] = ()
+    normaliser: Callable[[Tensor], Tensor] | None = None
+    weight_changes: tuple[Callable[[Tensor], Tensor], ...] = ()
+    output_changes: tuple[Callable[[Tensor], Tensor], ...] = ()
     module: Any = None
     form: Any = None
 
@@ -82,6 +97,7 @@ class Call:
         """Return the call for some of its queries and keys, given as slices or indices (N,)."""
         by_key = (self.numbers, self.log_gates, self.key_bias)
         numbers, log_gates, key_bias = (None if each is None else each[:, :, keys] for each in by_key)
+        own = self.query_numbers
         return replace(
             self,
             query=self.query[:, :, queries],
@@ -91,6 +107,8 @@ class Call:
             numbers=numbers,
             log_gates=log_gates,
             key_bias=key_bias,
+            query_numbers=None if own is None else own[:, :, queries],
+            by_module={name: each[:, :, queries] for name, each in self.by_module.items()},
         )
 
     def distance(self) -> Tensor:
@@ -183,12 +201,32 @@ class Call:
         """Apply the model's soft cap, if it has one, to scores. Add a bias after the cap, as a mask."""
         return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
-    def softmax(self, scores: Tensor) -> Tensor:
-        """Return the attention weights of masked scores (B, H, Q, L). With sinks a row sums to less than 1."""
+    @property
+    def changes_weights(self) -> bool:
+        """Whether weights are something else than the softmax of scores."""
+        return bool(self.normaliser or self.score_changes or self.weight_changes)
+
+    def final_scores(self, scores: Tensor) -> Tensor:
+        """Return masked scores (B, H, Q, L) as the softmax takes them: changed, and with sinks as one more key."""
+        for change in self.score_changes:
+            least = torch.finfo(scores.dtype).min
+            scores = change(self, scores).masked_fill(scores < least / 2, least)
         if self.sinks is None:
-            return scores.softmax(-1)
+            return scores
         sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return torch.cat([scores, sinks], -1)
+
+    def normalise(self, scores: Tensor) -> Tensor:
+        """Return the attention weights of `final_scores`, of their shape."""
+        weights = scores.softmax(-1) if self.normaliser is None else self.normaliser(scores)
+        for change in self.weight_changes:
+            weights = change(weights)
+        return weights
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Return the attention weights of masked scores (B, H, Q, L). With sinks a row sums to less than 1."""
+        weights = self.normalise(self.final_scores(scores))
+        return weights if self.sinks is None else weights[..., :-1]
 
     def products(self) -> Tensor:
         """Return the scores of a widened call without positions, (B, H, Q, L)."""

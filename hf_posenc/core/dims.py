@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class Dims:
         hidden_size: size of hidden states, E.
         num_layers: number of layers, N.
         value_dim: head size of values; None means D. Latent attention (MLA) has another size.
+        layer: index of the layer.
     """
 
     num_heads: int
@@ -32,6 +33,7 @@ class Dims:
     hidden_size: int
     num_layers: int
     value_dim: int | None = None
+    layer: int = field(default=0, compare=False)
 
 
 def require_shape(found: Tensor, wanted: tuple[int | None, ...], what: str) -> Tensor:

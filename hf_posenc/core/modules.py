@@ -20,6 +20,9 @@ from .dtypes import sinusoids
 from .forms import Content, Form, LinearVectors
 from .positions import require_whole
 
+ON_ATTENTION = "posenc"
+"""Name of the child of an attention that computes its scores."""
+
 
 @dataclass(frozen=True)
 class Native:
@@ -57,12 +60,15 @@ class ScoreModule(PositionModule):
     the attention. Otherwise define `scores`, and `mix` if the weighted sum of values changes: then only engines that
     take every formula do. With neither, this is attention without positions.
 
+    Its child `queries`, if it has one, makes numbers of hidden states, as that of a `TokenModule`.
+
     Attributes:
         real: whether the formula is defined between whole distances too. Otherwise `position_ids` that are real numbers
             are refused.
     """
 
     real: ClassVar[bool] = False
+    queries: nn.Module
 
     def forward(
         self, call: Call, attend: Callable[[Call], tuple[Tensor, Tensor | None]]
@@ -81,10 +87,17 @@ class ScoreModule(PositionModule):
                 the form are not for H heads.
         """
         self.check_positions(call)
+        output, weights = attend(self.prepared(call))
+        for change in call.output_changes:
+            output = require_shape(change(output), tuple(output.shape), "a changed output, (B, Q, H, V),")
+        return output, weights
+
+    def prepared(self, call: Call) -> Call:
+        """Return the call that an engine computes: with this module, its form, and the numbers of the queries."""
         form = self.form(call.query)
         if form is not None:
             form = form.checked(call.query.shape[1], type(self).__name__)
-        return attend(replace(call, module=self, form=form))
+        return replace(call, module=self, form=form, query_numbers=call.by_module.get(ON_ATTENTION))
 
     def check_positions(self, call: Call) -> None:
         """Raise ValueError if the positions of a call are real numbers, and the formula has whole distances only."""
@@ -136,10 +149,12 @@ class ScoreModule(PositionModule):
 
 
 class QueryModule(PositionModule):
-    """Changes the queries, or queries and keys, of an attention call before the scores are computed."""
+    """Changes an attention call before the scores are computed: its queries and keys, or what it makes of scores."""
 
     def forward(self, call: Call) -> Call:
-        """Return the call with other queries, or keys.
+        """Return the call with other queries, or keys, or with one more of its functions (`Call.score_changes`).
+
+        Such a function may hold tensors of parameters, but must not read parameters when it is called.
 
         Args:
             call: the attention call. Its queries and keys are rotated where the layer rotates. The keys are all that
@@ -151,12 +166,18 @@ class QueryModule(PositionModule):
 class TokenModule(QueryModule):
     """Changes an attention call by numbers that it makes of the hidden states that enter the attention.
 
-    Its child `tokens` maps hidden states (B, T, E) to one number for each head and token, (B, H, T), in float32 or
-    float64. The numbers stay beside the keys in the cache. In `forward`, `call.numbers` (B, H, L) are those of the
-    call's keys.
+    Its child `tokens` maps hidden states (B, T, E) to numbers for each head and token, in float32 or float64. They stay
+    beside the keys in the cache. In `forward`, `call.numbers` are those of the call's keys. Its child `queries` makes
+    numbers of the queries, (B, H, T, N), which no cache keeps. In `forward` they are `call.query_numbers`, (B, H, Q,
+    N). A module has one of the two children, or both.
+
+    Attributes:
+        width: how many numbers `tokens` makes for each head and token: (B, H, T) for one, and (B, H, T, N) for more.
     """
 
+    width: int = 1
     tokens: nn.Module
+    queries: nn.Module
 
 
 class Additions(nn.Module):
@@ -167,16 +188,25 @@ class Additions(nn.Module):
         children = {name: getattr(addition, "tokens", None) for name, addition in self.named_children()}
         return {name: tokens for name, tokens in children.items() if tokens is not None}
 
+    def widths(self) -> list[int]:
+        """Return how many numbers each of `token_modules` makes for a head and token."""
+        return [int(getattr(self, name).width) for name in self.token_modules()]
+
     def forward(self, call: Call, numbers: Tensor | None = None) -> Call:
         """Return the call that the attention shall compute.
 
         Args:
             call: the attention call.
-            numbers: (B, H, L, N) for N additions that use numbers of tokens; None without such additions.
+            numbers: (B, H, L, N) for additions that use N numbers of tokens; None without such additions.
         """
-        made = {} if numbers is None else dict(zip(self.token_modules(), numbers.unbind(-1), strict=True))
+        parts = () if numbers is None else numbers.split(self.widths(), -1)
+        made = dict(zip(self.token_modules(), parts, strict=bool(parts)))
         for name, addition in self.named_children():
-            changed = addition(replace(call, numbers=made.get(name)))
+            own = made.get(name)
+            own = own[..., 0] if own is not None and own.shape[-1] == 1 else own
+            changed = addition(replace(call, numbers=own, query_numbers=call.by_module.get(name)))
+            if call.normaliser is not None and changed.normaliser is not call.normaliser:
+                raise ValueError(f"{name} replaces the softmax, and so does another scheme of the layer: take one")
             for part in ("query", "key", "value"):
                 wanted = tuple(getattr(call, part).shape)
                 require_shape(getattr(changed, part), wanted, f"the {part} that {name} returns")
@@ -184,7 +214,15 @@ class Additions(nn.Module):
                 if (each := getattr(changed, part)) is not None:
                     require_shape(each, (*call.query.shape[:2], call.key.shape[2]), f"{part} of {name}, (B, H, L),")
             call = changed
-        return call
+        return replace(call, query_numbers=None)
+
+
+def query_modules(attention: nn.Module) -> dict[str, nn.Module]:
+    """Return name of a module of an attention -> its child `queries`, for those that use numbers of the queries."""
+    posenc, additions = (attention._modules.get(name) for name in (ON_ATTENTION, "posenc_additions"))
+    modules = {ON_ATTENTION: posenc, **({} if additions is None else dict(additions.named_children()))}
+    children = {name: getattr(owner_of(module), "queries", None) for name, module in modules.items()}
+    return {name: queries for name, queries in children.items() if queries is not None}
 
 
 class WithoutPositions(ScoreModule):

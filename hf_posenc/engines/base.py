@@ -26,6 +26,7 @@ class Engine:
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
         token_bias: whether it takes calls with forget gates or biases of keys.
+        weight_changes: whether it takes calls whose weights are something else than the softmax of scores.
         real: whether it takes positions that are real numbers.
         value_sizes: whether it takes values whose size differs from that of queries and keys. Otherwise smaller
             values are padded with zeros.
@@ -35,6 +36,7 @@ class Engine:
     traced: ClassVar[bool] = False
     sinks: ClassVar[bool] = False
     token_bias: ClassVar[bool] = False
+    weight_changes: ClassVar[bool] = False
     real: ClassVar[bool] = False
     value_sizes: ClassVar[bool] = False
     few_kernels: ClassVar[bool] = False
@@ -74,6 +76,8 @@ class Engine:
             return "the model has attention sinks, which this engine does not compute"
         if call.has_token_bias and not self.token_bias:
             return "the layer adds numbers of tokens to its scores (forget gates), which this engine does not compute"
+        if call.changes_weights and not self.weight_changes:
+            return "the layer makes weights of scores otherwise than by a softmax, which this engine does not compute"
         if call.positions.real and not self.real:
             return "the positions are real numbers, and this engine counts whole distances"
         size, values = call.query.shape[-1], call.value.shape[-1]

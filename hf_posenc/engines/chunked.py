@@ -33,6 +33,7 @@ class Chunked(Engine):
     name = "chunked"
     sinks = True
     token_bias = True
+    weight_changes = True
     real = True
     value_sizes = True
 

@@ -175,6 +175,8 @@ def _kernel_takes(terms: Terms, call: Call, value: Tensor) -> bool:
         return False
     if any(each is not None for each in other) or call.weights or call.dropout > 0 or products_are_faster():
         return False
+    if call.changes_weights:
+        return False
     return query.shape[3] == value.shape[3]
 
 
@@ -202,7 +204,7 @@ def _by_products(terms: Terms, call: Call, key: Tensor, value: Tensor, distance:
         if terms.factors is not None:
             scores = call.form.content(scores) * terms.factors
         scores += terms.outside
-    weights = call.softmax(scores)
+    weights = call.weigh(scores)
     weights = torch.nn.functional.dropout(weights, call.dropout, training=call.dropout > 0)
     output = _stacked(weights.to(value.dtype), value) @ value
     output = output.reshape(*terms.query.shape[:3], value.shape[-1])
@@ -235,6 +237,7 @@ class Decode(Engine):
     traced = True
     sinks = True
     token_bias = True
+    weight_changes = True
     value_sizes = True
     few_kernels = True
     forms = tuple(TERMS)

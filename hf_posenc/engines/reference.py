@@ -14,6 +14,7 @@ class Reference(Engine):
     traced = True
     sinks = True
     token_bias = True
+    weight_changes = True
     real = True
     value_sizes = True
 
@@ -33,7 +34,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
     """
     with torch.autocast(call.query.device.type, enabled=False):
         wide = call.widened()
-        weights = wide.softmax(wide.positions.mask(wide.scores()))
+        weights = wide.weigh(wide.positions.mask(wide.scores()))
         weights = torch.nn.functional.dropout(weights, wide.dropout, training=wide.dropout > 0)
         output = wide.mix(weights)
     dtype = call.query.dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class BaseModel:
         config = model.config
         found = resolve(family, model)
         count, name = len(found.layers), base_model_type(config)
-        sizes = {index: _sizes(family, config, module, count) for index, module in found.attention_of.items()}
+        sizes = {index: _sizes(family, config, module, count, index) for index, module in found.attention_of.items()}
         length: int | None = getattr(config, family.names.config_length, None)
         dims, has_table = next(iter(sizes.values())), found.position_table is not None
         rotation = BaseRotation(family, found, config, sizes, length, name)
@@ -293,6 +294,21 @@ class BaseModel:
                 f"{scheme} keeps numbers of each token beside the keys in the cache, and {self.name} {reason}"
             )
 
+    def require_query_numbers(self, scheme: str, layers: Sequence[int]) -> None:
+        """Raise UnsupportedModelError if numbers of the queries cannot reach the attention function of these layers.
+
+        Args:
+            scheme: name of the scheme that makes the numbers, for messages.
+            layers: indices of its layers.
+        """
+        for attention in (self.modules.attention_of[layer] for layer in layers):
+            kinds = {each.kind for each in signature(type(attention).forward).parameters.values()}
+            if Parameter.VAR_KEYWORD not in kinds and not self.family.always_replaced:
+                raise UnsupportedModelError(
+                    f"{scheme} makes numbers of the queries from hidden states, and the attention of {self.name} hands "
+                    "its attention function no further arguments"
+                )
+
     @cached_property
     def native(self) -> Native:
         """The base's own positions, from which schemes can start.
@@ -318,7 +334,7 @@ class BaseModel:
         return vectors.detach().double().square().mean().sqrt().item()
 
 
-def _sizes(family: Family, config: PreTrainedConfig, attention: nn.Module, num_layers: int) -> Dims:
+def _sizes(family: Family, config: PreTrainedConfig, attention: nn.Module, num_layers: int, layer: int) -> Dims:
     """Return the sizes of one attention."""
     attributes = {field: attribute for field, attribute in vars(family.names).items() if isinstance(attribute, str)}
     own = {field: getattr(attention, attributes[field]) for field in attributes if field.startswith("attention_")}
@@ -333,6 +349,7 @@ def _sizes(family: Family, config: PreTrainedConfig, attention: nn.Module, num_l
         hidden_size=config.hidden_size,
         num_layers=num_layers,
         value_dim=own.get("attention_value_dim", head_dim),
+        layer=layer,
     )
 
 

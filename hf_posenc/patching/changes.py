@@ -366,7 +366,8 @@ def _guard(changes: Changes, sites: list[ModelSite]) -> None:
     plan, base = changes.plan, changes.plan.base
     found, family = base.modules, base.family
     holds_numbers = any(site.scheme.uses_tokens for site in sites)
-    for attention in found.attentions if holds_numbers else ():
+    makes_numbers = holds_numbers or any(site.scheme.uses_queries for site in sites)
+    for attention in found.attentions if makes_numbers else ():
         # An attention without a cache argument makes no numbers.
         cache = cache_argument(attention) or on_attention(attention).cache
         changes.add(Keep(attention, on_attention, {"cache": cache}), AddPreHook(attention, wrap_cache))

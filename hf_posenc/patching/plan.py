@@ -185,7 +185,13 @@ def _check_effects(plan: Plan) -> None:
                 f"layer {layer} of {base.name} takes its keys from layer {lender}, which would be rotated "
                 f"differently from its queries: name layers {lender} and {layer} together"
             )
+    own = base.own_scheme(plan.base_layers) if base.family.always_replaced and plan.base_layers else None
     for scheme, layers in zip(plan.schemes, plan.layers, strict=True):
+        if scheme.computes_scores and own is not None and own.computes_scores and {*layers} & {*plan.base_layers}:
+            raise UnsupportedModelError(
+                f"{scheme.name}: the positions of {base.name} are in its scores ({own.name}), which it cannot join: "
+                f"take them off, as in [Nope(), {type(scheme).__name__}()]"
+            )
         if scheme.scales_queries and (both := sorted(scaled.intersection(layers))):
             raise UnsupportedModelError(
                 f"{scheme.name}: {base.name} itself multiplies the queries of layer {', '.join(map(str, both))} "
@@ -234,12 +240,13 @@ def _choose_layers(schemes: Sequence[Scheme], base: BaseModel) -> tuple[tuple[Sc
                 scheme.number(field, lambda count: 1 <= count < NO_WINDOW, f"at least 1 and below {NO_WINDOW}", int)
         for layer in base.layers_of(scheme):
             _check_layer(scheme, layer, base)
-            place = scheme.name if scheme.joins else "positions"
-            if (other := places.setdefault((layer, place), scheme)) is not scheme:
-                raise ValueError(
-                    f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, as "
-                    "in [Alibi(layers='0::2'), Nope(layers='rest')]"
-                )
+            own = [scheme.name if scheme.joins else "positions", *(["scores"] if scheme.computes_scores else [])]
+            for place in own:
+                if (other := places.setdefault((layer, place), scheme)) is not scheme:
+                    raise ValueError(
+                        f"{other.name} and {scheme.name} both name layer {layer}: give each of them layers of its own, "
+                        "as in [Alibi(layers='0::2'), Nope(layers='rest')]"
+                    )
             if scheme.window is not None and places.setdefault((layer, "window"), scheme) is not scheme:
                 raise ValueError(f"layer {layer} gets a window from two schemes: give it to one of them")
     replaced = sum(place == "positions" for _, place in places)

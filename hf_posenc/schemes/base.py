@@ -14,13 +14,13 @@ from operator import index
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import initialization
 
 from ..core.did_you_mean import did_you_mean
 from ..core.dims import Dims, Layers
 from ..core.errors import UnsupportedModelError
-from ..core.modules import Native, ScoreModule, Shared
+from ..core.modules import Native, PositionModule, ScoreModule, Shared, parameter
 
 if TYPE_CHECKING:
     from ..families.base import Family
@@ -97,6 +97,10 @@ class Scheme:
     """Whether it multiplies queries by a factor."""
     uses_tokens: ClassVar[bool] = False
     """Whether it computes numbers from the hidden states of each token."""
+    uses_queries: ClassVar[bool] = False
+    """Whether it computes numbers from the hidden state of each query, which no cache keeps."""
+    computes_scores: ClassVar[bool] = False
+    """Whether its module computes the scores of an attention, which only one can."""
     needs_queries: ClassVar[bool] = False
     """Whether it needs access to the family's queries and keys."""
     keeps_frequencies: ClassVar[bool] = False
@@ -162,6 +166,8 @@ class Scheme:
 
     def check_sizes(self, base: BaseModel) -> None:
         """Raise ValueError or UnsupportedModelError if the scheme does not fit the sizes of its layers in a base."""
+        if self.uses_queries:
+            base.require_query_numbers(self.name, base.layers_of(self))
         shapes = set()
         for dims in dict.fromkeys(base.sizes[layer] for layer in base.layers_of(self)):
             self.check(dims)
@@ -308,9 +314,14 @@ def _with_lists(value: Any) -> Any:
 
 
 class ScoreScheme(Scheme):
-    """A scheme that changes attention scores, by a `ScoreModule`. It needs the attention function of this package."""
+    """A scheme that changes attention scores, by a `ScoreModule`. It needs the attention function of this package.
+
+    With `joins = True` it changes scores beside the base's own rotation or table of positions. Queries and keys then
+    arrive rotated.
+    """
 
     place = "on attention scores"
+    computes_scores = True
     two_sided: ClassVar[bool] = False
     """Whether scores are a product of two sides (`Form.sides`): any kernel computes them, over wider heads."""
 
@@ -321,6 +332,10 @@ class ScoreScheme(Scheme):
 
     def keeps_kernel(self) -> bool:
         return self.two_sided and self.window is None
+
+    def silence(self, site: ModelSite) -> None:
+        if not self.joins:
+            super().silence(site)
 
     def put(self, site: ModelSite) -> None:
         """Put one module on each attention."""
@@ -425,7 +440,8 @@ class QueryScheme(Scheme):
 class TokenScheme(QueryScheme):
     """A scheme that makes numbers of hidden states, and joins the scheme or the base's positions that its layers have.
 
-    `build` returns a `TokenModule`. Its numbers stay beside the keys in the cache, and are added to scores.
+    `build` returns a `TokenModule`. Its numbers stay beside the keys in the cache, and are added to scores. A scheme
+    that makes numbers of the queries alone says so by `uses_tokens = False` and `uses_queries = True`.
     """
 
     place = "on attention scores, by numbers of each token"
@@ -433,11 +449,60 @@ class TokenScheme(QueryScheme):
     uses_tokens = True
 
     def fit(self, base: BaseModel) -> Scheme:
-        base.require_token_numbers(self.name, base.layers_of(self))
+        if self.uses_tokens:
+            base.require_token_numbers(self.name, base.layers_of(self))
         return super().fit(base)
 
     def answers(self, layer: int, base: BaseModel) -> bool:
         return False
+
+
+class WeightScheme(QueryScheme):
+    """A scheme that changes what an attention makes of its scores, beside the positions that its layers have.
+
+    `build` returns a `QueryModule` whose `forward` gives the call a function: one of `Call.score_changes`, its
+    `normaliser`, or one of `Call.weight_changes`.
+    """
+
+    place = "on attention weights"
+    scales_queries = False
+
+    def keeps_kernel(self) -> bool:
+        return False
+
+    def answers(self, layer: int, base: BaseModel) -> bool:
+        return False
+
+
+class HiddenNumbers(PositionModule):
+    """Maps hidden states to numbers for each head and token, by the parameters `weight` (H N, E) and `bias` (H N,)."""
+
+    def __init__(self, dims: Dims, width: int = 1, *, bias: float | None = None) -> None:
+        """Make the parameters.
+
+        Args:
+            dims: sizes of the layer's attention.
+            width: N, how many numbers a head has.
+            bias: start of `bias`; None means that there is none.
+        """
+        super().__init__()
+        self.heads, self.start = dims.num_heads, bias
+        self.weight = parameter(dims.num_heads * width, dims.hidden_size)
+        self.bias = None if bias is None else parameter(dims.num_heads * width)
+
+    def reset_parameters(self) -> None:
+        """Start with the same numbers for all tokens."""
+        init.zeros_(self.weight)
+        if self.bias is not None:
+            init.constant_(self.bias, self.start)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return numbers (B, H, T, N) of hidden states (B, T, E), in float32, or float64 beside float64."""
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(dtype)
+            numbers = nn.functional.linear(hidden_states.to(dtype), self.weight.to(dtype), bias)
+            return numbers.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class EmbeddingScheme(Scheme):

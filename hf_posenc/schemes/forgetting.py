@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.attention_call import Call
 from ..core.dims import Dims
-from ..core.modules import PositionModule, TokenModule, parameter
+from ..core.modules import TokenModule
 from ..core.registry import register_scheme
-from .base import TokenScheme, init
+from .base import HiddenNumbers, TokenScheme
 
 
 @register_scheme
@@ -58,35 +57,15 @@ class ForgetGates(TokenModule):
             bias: start of the parameter `bias`.
         """
         super().__init__()
-        self.tokens: nn.Module = LogGates(dims, bias)
+        self.tokens: nn.Module = LogGates(dims, bias=bias)
 
     def forward(self, call: Call) -> Call:
         return replace(call, log_gates=call.numbers)
 
 
-class LogGates(PositionModule):
+class LogGates(HiddenNumbers):
     """Maps hidden states to logarithms of gates, by the parameters `weight` (H, E) and `bias` (H,)."""
-
-    def __init__(self, dims: Dims, start: float) -> None:
-        """Make the parameters.
-
-        Args:
-            dims: sizes of the layer's attention.
-            start: start of `bias`.
-        """
-        super().__init__()
-        self.start = start
-        self.weight = parameter(dims.num_heads, dims.hidden_size)
-        self.bias = parameter(dims.num_heads)
-
-    def reset_parameters(self) -> None:
-        """Start with the same gates for all tokens."""
-        init.zeros_(self.weight)
-        init.constant_(self.bias, self.start)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return logarithms of gates (B, H, T) of hidden states (B, T, E), in float32, or float64 beside float64."""
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-            return F.logsigmoid(logits).transpose(1, 2)
+        return F.logsigmoid(super().forward(hidden_states)[..., 0])

@@ -13,13 +13,13 @@ from transformers.utils import output_capturing
 
 from ..core.attention_call import Call
 from ..core.layer_state import OnAttention, on_attention
-from ..core.modules import WithoutPositions
+from ..core.modules import WithoutPositions, query_modules
 from ..core.positions import DensePositions, Positions, ensure, read
 from ..engines import dispatch
 from ..families.own_attention import Stock
-from . import NAME, POSITION_IDS, Arguments, flash
+from . import NAME, POSITION_IDS, QUERY_NUMBERS, Arguments, flash
 from .masks import BIDIRECTIONAL
-from .token_numbers import NO_NUMBERS, split
+from .token_numbers import NO_NUMBERS, NO_QUERY_NUMBERS, split
 
 KEEPING = "nope, sinusoidal, learned, rope"
 """Schemes that keep the model's own attention, for messages."""
@@ -84,6 +84,7 @@ def scheme_attention(
     """
     state = on_attention(module)
     handed_down = kwargs.pop(POSITION_IDS, None)
+    of_queries = kwargs.pop(QUERY_NUMBERS, {})
     sinks = kwargs.pop("s_aux", None) if hasattr(module, "sinks") else None
     _check_arguments(module, state, query.shape[1], attention_mask, kwargs)
     assert attention_mask is not None
@@ -95,11 +96,13 @@ def scheme_attention(
         ensure(positions.divided_at(starts[1:-1]), UNKNOWN_DOCUMENTS)
     additions: Any = module._modules.get("posenc_additions")
     numbers = None
-    if additions is not None and (count := len(additions.token_modules())):
+    if additions is not None and (count := sum(additions.widths())):
         parts = split(key, query.shape[-1], query.shape[1], count)
         if parts is None:
             raise ValueError(NO_NUMBERS.format(name=type(module).__name__))
         key, numbers = parts
+    if query_modules(module).keys() - of_queries.keys():
+        raise ValueError(NO_QUERY_NUMBERS.format(name=type(module).__name__))
     position_ids = position_ids if handed_down is None else handed_down
     positions = _follow(positions, position_ids, attention_mask, state)
     attention: Stock = module
@@ -118,6 +121,7 @@ def scheme_attention(
         dropout=dropout,
         weights=wants_weights,
         sinks=sinks,
+        by_module=of_queries,
     )
     attend: Any = partial(dispatch.attend, wanted=state.engine)
     # Flash attention gives no weights, and knows no exchange with other processes.

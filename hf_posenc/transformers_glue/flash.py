@@ -108,7 +108,7 @@ def attend(call: Call, *, module: nn.Module, backend: str, stock: Call, mask: Te
         ValueError: for what flash attention cannot compute, or would compute differently from the engines of this
             package.
     """
-    allowed = ("query", "key", "numbers", "module", "form", "log_gates", "key_bias")
+    allowed = ("query", "key", "numbers", "query_numbers", "module", "form", "log_gates", "key_bias", "output_changes")
     given = (field.name for field in fields(Call) if field.name not in allowed)
     if changed := [name for name in given if getattr(call, name) is not getattr(stock, name)]:
         additions = ", ".join(name for name, _ in module.get_submodule("posenc_additions").named_children())

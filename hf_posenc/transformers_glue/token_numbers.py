@@ -2,7 +2,8 @@
 
 The layers of a cache hold keys and values only. Whatever a cache does (cut, reorder, slide, offload), it does to the
 keys. So a pre-hook of the attention makes the numbers, and wraps the cache that the attention got. The wrapper appends
-the numbers to the keys before it stores them. Our attention function takes them off again.
+the numbers to the keys before it stores them. Our attention function takes them off again. Numbers of the queries need
+no cache: they are one more argument of the attention, which hands it on to our attention function.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from transformers import cache_utils
 
 from ..core.dims import require_shape
 from ..core.layer_state import on_attention
+from ..core.modules import query_modules
+from . import QUERY_NUMBERS
 
 ARGUMENTS = ("past_key_values", "layer_past")
 """Names that families give the argument of an attention that holds the cache."""
@@ -36,6 +39,11 @@ OTHER_KEYS = (
 NO_NUMBERS = (
     "the numbers that a scheme keeps beside the keys did not arrive at the attention of {name}: something calls its "
     "forward without its hooks, or it does not hand its keys to the cache as they are"
+)
+
+NO_QUERY_NUMBERS = (
+    "the numbers that a scheme makes of the queries did not arrive at the attention of {name}: something calls its "
+    "forward without its hooks, or it hands its attention function no further arguments"
 )
 
 
@@ -117,23 +125,35 @@ def split(key: Tensor, size: int, num_heads: int, count: int) -> tuple[Tensor, T
 
 
 def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """Forward pre-hook of an attention: make the numbers of its additions, and wrap its cache.
+    """Forward pre-hook of an attention: make the numbers of its modules, and wrap its cache.
 
-    An attention without such additions has the hook too, because torch.compile does not guard hooks.
+    An attention without such modules has the hook too, because torch.compile does not guard hooks.
     """
     additions: Any = getattr(attention, "posenc_additions", None)
     modules = {} if additions is None else additions.token_modules()
-    if not modules:
+    of_queries = query_modules(attention)
+    if not modules and not of_queries:
         return None
     hidden_states: Any = args[0] if args else kwargs["hidden_states"]
     state = on_attention(attention)
     heads = state.heads or getattr(attention.config, "num_attention_heads", None)
     wanted = (hidden_states.shape[0], heads, hidden_states.shape[1])
-    made = [
-        require_shape(tokens(hidden_states), wanted, f"the numbers of tokens of {name}, (B, H, T),")
-        for name, tokens in modules.items()
-    ]
-    numbers = torch.stack(made, -1)
+    if of_queries:
+        kwargs = kwargs | {
+            QUERY_NUMBERS: {
+                name: require_shape(queries(hidden_states), (*wanted, None), f"the numbers of {name}, (B, H, T, N),")
+                for name, queries in of_queries.items()
+            }
+        }
+    if not modules:
+        return args, kwargs
+    made = []
+    for (name, tokens), width in zip(modules.items(), additions.widths(), strict=True):
+        numbers, more = tokens(hidden_states), () if width == 1 else (width,)
+        shape = "(B, H, T)" if width == 1 else "(B, H, T, N)"
+        require_shape(numbers, (*wanted, *more), f"the numbers of tokens of {name}, {shape},")
+        made.append(numbers[..., None] if width == 1 else numbers)
+    numbers = torch.cat(made, -1)
     index, name = state.cache
     if index < len(args):
         return (*args[:index], KeysWithNumbers(args[index], numbers), *args[index + 1 :]), kwargs

@@ -81,24 +81,36 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+def softmax(e: Tensor) -> Tensor:
+    p = torch.exp(e - e.detach().amax(-1, keepdim=True))
+    return p / p.sum(-1, keepdim=True)
+
+
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     score: Callable[[int, int, int, Tensor, Tensor], Tensor],
     vector: Callable[[int, int, int, Tensor], Tensor] = lambda h, i, j, v: v,
+    weigh: Callable[[int, Callable[[int], Tensor]], Tensor] = lambda h, row: softmax(row(h)),
 ) -> Tensor:
-    """z_i = sum_{j <= i} p_ij v_j, p_ij = exp(e_ij) / sum_{j <= i} exp(e_ij), e_ij = `score`(h, i, j, q_i, k_j)."""
+    """z_i = sum_{j <= i} p_ij v_j, p_ij = exp(e_ij) / sum_{j <= i} exp(e_ij), e_ij = `score`(h, i, j, q_i, k_j).
+
+    Or p_ij = `weigh`(h, row), of the function from a head to its e_ij of all j <= i, (B, i + 1).
+    """
     queries, keys = query.shape[2], key.shape[2]
     shared_by = query.shape[1] // key.shape[1]
     rows = []
     for n in range(queries):
         i = keys - queries + n
         for h in range(query.shape[1]):
-            k, v = key[:, h // shared_by], value[:, h // shared_by]
-            e = torch.stack([score(h, i, j, query[:, h, n], k[:, j]) for j in range(i + 1)], -1)
-            p = torch.exp(e - e.detach().amax(-1, keepdim=True))
-            p = p / p.sum(-1, keepdim=True)
+            v = value[:, h // shared_by]
+
+            def row(h, i=i, n=n):
+                k = key[:, h // shared_by]
+                return torch.stack([score(h, i, j, query[:, h, n], k[:, j]) for j in range(i + 1)], -1)
+
+            p = weigh(h, row)
             rows.append(sum(p[:, j, None] * vector(h, i, j, v[:, j]) for j in range(i + 1)))
     return torch.stack(rows, 1).unflatten(1, (queries, query.shape[1]))
 
@@ -616,6 +628,95 @@ def forgetting_attention(query, key, value, parameters, *, softmax_scale, hidden
     return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale) + bias(h, i, j))
 
 
+# --- softpick: Zuhri et al. 2025, equation (1): ReLU(e^x - 1) / sum |e^x - 1|, with a trained a in place of 1
+
+
+def softpick_weights(row, a):
+    above = torch.exp(row) - a
+    return torch.relu(above) / above.abs().sum(-1, keepdim=True)
+
+
+def weighing_attention(weights):
+    """Return attention whose weights are `weights`(h, row, parameters, hyper-parameters), see `attend`."""
+
+    def attention(query, key, value, parameters, *, softmax_scale, cap=identity, **options):
+        def score(h, i, j, q, k):
+            return cap(dot(q, k) * softmax_scale)
+
+        return attend(query, key, value, score, weigh=lambda h, row: weights(h, row, parameters, options))
+
+    return attention
+
+
+def softpick_of_head(h, row, parameters, options):
+    return softpick_weights(row(h), parameters["offset"][h] if "offset" in parameters else options["offset"])
+
+
+# --- differential: Ye et al. 2024, equation (1): (A_1 - lambda A_2) V, and (3): (1 - lambda_init) RMSNorm over the values of both
+
+
+def differential_weights(h, row, parameters, options):
+    factor = parameters["factor"]
+    if options.get("kind") == "pairs":
+        return softmax(row(h - h % 2)) - factor[h // 2] * softmax(row(h - h % 2 + 1))
+    return softmax(row(h)) - factor[h] * softmax(row(h + 1 if h % 2 == 0 else h - 1))
+
+
+def differential_attention(query, key, value, parameters, *, kind="each", start=None, **options):
+    heads = weighing_attention(differential_weights)(query, key, value, parameters, kind=kind, **options)
+    if kind == "each":
+        return heads
+    start = 0.2 if start is None else start  # 0.8 - 0.6 exp(0), in the first layer
+    normed = []
+    for h in range(0, query.shape[1], 2):
+        both = torch.cat([heads[:, :, h], heads[:, :, h + 1]], -1)
+        both = (1 - start) * both / torch.sqrt(both.square().mean(-1, keepdim=True) + 1e-5)
+        normed += both.chunk(2, -1)
+    return torch.stack(normed, 2)
+
+
+# --- dape: Zheng et al. 2024 (V2): S + conv(lrelu(conv(S))), kernels of 1 x width, over the keys that the query sees
+
+
+def dape_weights(h, row, parameters, options):
+    scores = torch.stack([row(each) for each in range(len(parameters["second_weight"]))])  # (H, B, i + 1)
+    count, first, second = scores.shape[-1], parameters["first_weight"], parameters["second_weight"]
+    reach = first.shape[-1] // 2
+
+    def convolution(channels, weight, j):
+        near = [o for o in range(-reach, reach + 1) if 0 <= j + o < count]
+        return sum(weight[:, o + reach] @ channels[..., j + o] for o in near)
+
+    hidden = []
+    for u in range(len(first)):
+        z = torch.stack([convolution(scores, first[u], j) + parameters["first_bias"][u] for j in range(count)], -1)
+        hidden.append(torch.where(z > 0, z, 0.01 * z))
+    more = [convolution(torch.stack(hidden), second[h], j) for j in range(count)]
+    return softmax(scores[h] + torch.stack(more, -1))
+
+
+# --- gated: Qiu et al. 2025, equation (5): Y * sigmoid(X W), a gate per dimension of a head or per head; times 2 here
+
+
+def gated_attention(query, key, value, parameters, *, hidden, over="element", **options):
+    heads = plain(query, key, value, {}, **options)
+    gates = 1 / (1 + torch.exp(-(hidden @ parameters["weight"].T)))
+    return heads * 2 * gates.unflatten(-1, (query.shape[1], -1))
+
+
+# --- inkling: the code of Inkling in transformers: the logit gets (r_i . P)[h, i - j] where i - j < extent, r_i = W x_i
+
+
+def inkling_attention(query, key, value, parameters, *, softmax_scale, hidden, cap=identity, rank=16, extent=1024, **_):
+    r = (hidden @ parameters["weight"].T).unflatten(-1, (query.shape[1], rank))  # (B, T, H, rank)
+
+    def score(h, i, j, q, k):
+        bias = dot(r[:, i, h], parameters["profiles"][:, i - j]) if i - j < extent else 0
+        return cap(dot(q, k) * softmax_scale + bias)
+
+    return attend(query, key, value, score)
+
+
 # --- the cases
 
 sinusoidal = partial(case_of, "sinusoidal", plain, table=sinusoidal_table)
@@ -635,6 +736,12 @@ bam = partial(case_of, "bam", bam_attention)
 fire = partial(case_of, "fire", fire_attention)
 temperature = partial(case_of, "temperature", temperature_attention)
 forgetting = partial(case_of, "forgetting", forgetting_attention, bases=("gpt2",))  # as of temperature
+
+softpick = partial(case_of, "softpick", weighing_attention(softpick_of_head))
+differential = partial(case_of, "differential", differential_attention)
+dape = partial(case_of, "dape", weighing_attention(dape_weights))
+inkling = partial(case_of, "inkling", inkling_attention)
+gated = partial(case_of, "gated", gated_attention)
 
 CASES: list[Case] = [
     Case(id="nope", scheme="nope", attention=plain),
@@ -715,6 +822,16 @@ CASES: list[Case] = [
     qk_norm("all-heads", over="all_heads", eps=0.1),
     qk_norm("norm", exponent=1.0, gain=1.7, trainable=False),
     qk_norm("half", over="all_heads", exponent=0.5, gain=3.0, trainable=False),
+    softpick("default"),
+    softpick("paper", offset=1.0, trainable=False),
+    differential("default", 4),
+    differential("pairs", 4, kind="pairs", start=0.6),
+    dape("default", hidden_size=5),
+    dape("mixes-heads", hidden_size=3, width=1),
+    gated("default"),
+    inkling("default"),
+    inkling("near", rank=3, extent=4),
+    gated("heads", over="head"),
     da_transformer("default"),
     da_transformer("no-relu", relu=False),
     cope("default"),

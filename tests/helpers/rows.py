@@ -24,6 +24,8 @@ class Row:
         acts: hyper-parameters by which the scheme acts in the few tokens of the tests, if its defaults do not.
         beside: hyper-parameter -> others without which it is not read, in place of `acts`.
         spacing: whether it matters to the scheme how far apart positions are, not only which comes first.
+        neutral: whether it starts as what it joins, whatever its hyper-parameters are.
+        distribution: whether the weights of a query sum to 1.
         modules: hyper-parameters that engines are compared with, for schemes on scores; named as `variants`.
     """
 
@@ -31,6 +33,8 @@ class Row:
     values: dict[str, tuple[Any, Any]]
     wrong: list[Wrong]
     spacing: bool = True
+    neutral: bool = False
+    distribution: bool = True
     acts: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -337,6 +341,63 @@ ROWS: dict[str, Row] = {
         wrong=[*no_number("bias", "5"), *[("bias", value, ValueError, ["finite"]) for value in (INF, NAN)]],
         acts={"bias": 0.0},
     ),
+    "softpick": Row(
+        variants={"": {}, "paper": {"offset": 1.0, "trainable": False}},
+        values={"offset": (0.0, 1.0), "trainable": (True, False)},
+        wrong=[
+            *no_number("offset", "1"),
+            *[("offset", value, ValueError, ["not negative"]) for value in (-0.5, INF, NAN)],
+            *no_switch("trainable"),
+            ("trainable", False, ValueError, ["not trained"]),
+        ],
+        acts={"offset": 1.0},
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+        distribution=False,
+    ),
+    "differential": Row(
+        variants={"": {}, "pairs": {"kind": "pairs"}},
+        values={"kind": ("each", "pairs"), "start": (None, 0.3)},
+        wrong=[
+            ("kind", "v2", ValueError, ["each", "pairs"]),
+            *no_number("start", "0.5"),
+            *[("start", value, ValueError, ["below 1"]) for value in (-0.1, 1.0, NAN)],
+        ],
+        acts={"start": 0.5},
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+        distribution=False,
+    ),
+    "dape": Row(
+        variants={"": {"hidden_size": 5}, "heads": {"hidden_size": 5, "width": 1}},
+        values={"hidden_size": (32, 4), "width": (3, 5)},
+        wrong=[
+            *not_positive("hidden_size", 0, -2),
+            *no_integer("hidden_size", 2.5),
+            *not_positive("width", 0, -1),
+            *no_integer("width", 1.5),
+            ("width", 2, ValueError, ["odd"]),
+        ],
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+        neutral=True,
+    ),
+    "inkling": Row(
+        variants={"": {"rank": 3, "extent": 7}},
+        values={"rank": (16, 2), "extent": (1024, 5)},
+        wrong=[
+            *not_positive("rank", 0, -2),
+            *no_integer("rank", 2.5),
+            *not_positive("extent", 0, -1),
+            *no_integer("extent", 2.5),
+        ],
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+        neutral=True,
+    ),
+    "gated": Row(
+        variants={"": {}, "heads": {"over": "head"}},
+        values={"over": ("element", "head")},
+        wrong=[("over", "heads", ValueError, ["element", "head"])],
+        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
+        neutral=True,
+    ),
     "cope": Row(
         variants={"": {"num_positions": 6}},
         values={"num_positions": (64, 5), "share_layers": (False, True)},
@@ -355,6 +416,7 @@ for row in ROWS.values():
     row.values.update(layers=(None, (1,)), window=(None, 18), sinks=(None, 2))
 
 
+NEUTRAL = tuple(scheme for scheme, row in ROWS.items() if row.neutral)
 ACTS = {scheme: row.acts for scheme, row in ROWS.items()}
 
 

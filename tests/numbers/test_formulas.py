@@ -48,7 +48,11 @@ SHAPES = {
 }
 
 
-SCORES = [case for case in CASES if issubclass(scheme_class(case.scheme), ScoreScheme)]
+SCORES = [
+    case
+    for case in CASES
+    if issubclass(scheme_class(case.scheme), ScoreScheme) and not scheme_class(case.scheme).uses_queries
+]
 EACH = list({case.scheme: case for case in reversed(SCORES)}.values())  # one of each scheme
 TABLES = [case for case in CASES if case.table is not None]
 BY_ID = {case.id: case for case in CASES}

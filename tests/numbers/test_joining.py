@@ -1,10 +1,12 @@
-"""Schemes that join other positions (temperature, qk_norm, forgetting): beside each of them, their formulas and peers."""
+"""Schemes that join other positions (temperature, forgetting, softpick, ...): beside each of them, their formulas and peers."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
 import torch
+from cases import dape_weights, differential_weights, softpick_weights
 from decoders import decoder
 from families import tiny, tokens
 from literal_attention import BESIDE, assert_same_gradients, attend_literally, peer_beside, products
@@ -20,7 +22,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
-from hf_posenc.schemes import Forgetting, Nope, QKNorm, Rope, Temperature
+from hf_posenc.core.registry import scheme_class
+from hf_posenc.schemes import DAPE, Differential, Forgetting, Gated, Inkling, Nope, QKNorm, Rope, Softpick, Temperature
 
 STRENGTHS = (0.3, 1.1, 0.7, 2.0)
 LENGTH = 6
@@ -28,8 +31,9 @@ EPS = 1e-3  # large enough to be seen
 
 
 def additions(model, name):
-    """Return the modules of an addition, layer by layer."""
-    return [module for path, module in model.named_modules() if path.endswith(f"posenc_additions.{name}")]
+    """Return the modules of an addition, layer by layer; of a scheme on scores those on the attentions."""
+    ends = ".posenc" if scheme_class(name).computes_scores else f"posenc_additions.{name}"
+    return [module for path, module in model.named_modules() if path.endswith(ends)]
 
 
 def copies(modules, *names):
@@ -56,7 +60,8 @@ def assert_is_the_formula(family, beside, scheme, name, parameters, literal, opt
     peer, slopes = peer_beside(beside, family)
     without = copy.deepcopy(patch_model(tiny(family).double(), BESIDE[beside]()) if BESIDE[beside]() else peer)
     copied = copies(additions(model, name), *parameters)
-    attend_literally(peer, literal(peer, copied), slopes, **dict(options))
+    made = literal(peer, copied)
+    attend_literally(peer, **(made if isinstance(made, dict) else {"scores": made}), slopes=slopes, **dict(options))
     actual, expected = model(ids, use_cache=False).logits, peer(ids, use_cache=False).logits
     assert distance(actual, expected) < 1e-9
     assert distance(without(ids, use_cache=False).logits, expected) > 1e-3, "without the scheme it is the same"
@@ -214,22 +219,159 @@ def test_a_base_that_norms_itself_is_refused(model_type):
     assert not hf_posenc.is_patched(model)
 
 
+# ----------------------------------------------------------------------------------------------- weights and outputs
+
+
+def plain_scores(module, query, key, h, i, scaling):
+    return products(query, key, h, i) * scaling
+
+
+def by_weights(weights):
+    """Return a literal whose weights are `weights`(h, row, parameters by name), with the names of the parameters."""
+
+    def literal(names):
+        def of_peer(peer, copied):
+            def weigh(module, h, row):
+                return weights(h, row, dict(zip(names, copied[module.layer_idx], strict=True)))
+
+            return {"scores": plain_scores, "weigh": weigh}
+
+        return of_peer
+
+    return literal
+
+
+def gate(names):
+    def of_peer(peer, copied):
+        gates = of_hidden_states(peer, lambda layer, hidden: 2 / (1 + torch.exp(-(hidden @ copied[layer][0].T))))
+
+        def after(module, output):
+            return output * gates[module.layer_idx].unflatten(-1, (output.shape[2], -1))
+
+        return {"scores": plain_scores, "after": after}
+
+    return of_peer
+
+
+def profile(names):
+    """Inkling's bias, by a loop; heads have 4 profiles here."""
+
+    def of_peer(peer, copied):
+        numbers = of_hidden_states(peer, lambda layer, hidden: hidden @ copied[layer][0].T)
+
+        def scores(module, query, key, h, i, scaling):
+            r = numbers[module.layer_idx].unflatten(-1, (query.shape[1], 4))[:, i, h]
+            profiles = copied[module.layer_idx][1]
+            bias = [r @ profiles[:, i - j] if i - j < 3 else torch.zeros(len(r)) for j in range(i + 1)]
+            return products(query, key, h, i) * scaling + torch.stack(bias, -1)
+
+        return {"scores": scores}
+
+    return of_peer
+
+
+WEIGHTS = {
+    "softpick": (Softpick(), ["offset"], by_weights(lambda h, row, p: softpick_weights(row(h), p["offset"][h]))),
+    "differential": (Differential(), ["factor"], by_weights(lambda h, row, p: differential_weights(h, row, p, {}))),
+    "dape": (
+        DAPE(hidden_size=3),
+        ["first_weight", "first_bias", "second_weight"],
+        by_weights(lambda h, row, p: dape_weights(h, row, p, {})),
+    ),
+    "gated": (Gated(), ["queries.weight"], gate),
+    "inkling": (Inkling(rank=4, extent=3), ["queries.weight", "profiles"], profile),
+}
+
+
+WEIGHTS_BESIDE = [
+    (name, beside, family)
+    for family in ("llama", "gpt2")
+    for name in WEIGHTS
+    for beside in BESIDE
+    if (name, beside) != ("inkling", "alibi")  # both compute scores
+]
+
+
+@pytest.mark.rows(default=9, slow=30)
+@matrix(WEIGHTS_BESIDE, name=None, beside=None, family=None)
+def test_weights_and_outputs_are_the_formula(name, beside, family):
+    scheme, names, literal = WEIGHTS[name]
+    assert_is_the_formula(family, beside, scheme, name, names, literal(names), length=6)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_starts_neutral_changes_nothing(name):
+    stock, ids = tiny("llama").double(), tokens(2, 20)
+    model = patch_model(copy.deepcopy(stock), WEIGHTS[name][0])
+    assert distance(model(ids).logits, stock(ids).logits) < 1e-10
+    assert verify(model).ok
+    assert distance(randomize(model)(ids).logits, stock(ids).logits) > 1e-2
+
+
+def test_the_layer_decides_where_pairs_start():
+    """0.8 - 0.6 exp(-0.3 l), counted from the first layer."""
+    model = patch_model(tiny("llama"), Differential(kind="pairs"))
+    starts = [module.factor.unique().item() for module in additions(model, "differential")]
+    assert starts == pytest.approx([0.2, 0.8 - 0.6 * math.exp(-0.3)])
+
+
+def test_softpick_leaves_a_query_without_keys():
+    """All scores below 0: all weights are 0, and a model with them trains."""
+    from hf_posenc.schemes.softpick import softpick
+
+    scores = torch.tensor([[[[-200.0, -3.0, torch.finfo(torch.float32).min]]]], requires_grad=True)
+    offset = torch.zeros(1, requires_grad=True)
+    assert softpick(scores, torch.ones(1)).equal(torch.zeros(1, 1, 1, 3))
+    torch.testing.assert_close(softpick(scores, offset), scores.softmax(-1))
+    gradients = torch.autograd.grad(softpick(scores, offset)[..., 1].sum(), [scores, offset])
+    assert all(each.isfinite().all() for each in gradients)
+
+
+@pytest.mark.rows(default=4, slow=8)
+@matrix(name=WEIGHTS, others=["rope", "alibi", "temperature"], family=["llama", "gpt2"])
+def test_weights_with_a_cache_padding_and_a_window(name, others, family):
+    """In chunks as a whole, by decode and chunked too; behind padding as without; returned weights are those."""
+    scheme, ids = WEIGHTS[name][0], tokens(2, 40)
+    others = "nope" if (name, others) == ("inkling", "alibi") else others  # both would compute scores
+    others = ["rope", Temperature("scalable", length=8)] if others == "temperature" else [others]
+    model = randomize(patch_model(tiny(family).double(), [*others, dataclasses.replace(scheme, window=9, sinks=2)]))
+    assert verify(model).ok
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = DynamicCache()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([17, 1, 6, 1, 1, 14], 1)]
+        padded = model(F.pad(ids, (3, 0)), attention_mask=F.pad(torch.ones_like(ids), (3, 0))).logits[:, 3:]
+        unpatched = patch_model(tiny(family).double(), others)(ids).logits
+    assert distance(torch.cat(parts, 1), whole) < 1e-10
+    assert distance(padded, whole) < 1e-5  # padding moves positions, and rotations are computed in float32
+    assert distance(unpatched, whole) > 1e-3
+
+
 # --------------------------------------------------------------------------------------------------------- forgetting
 
 
-def forget(peer, copied):
-    """Return scores with gates of the hidden states that enter each attention."""
-    gates = {}  # layer -> gates (B, T, H), not their logarithms
+def of_hidden_states(peer, compute):
+    """Return a dict that fills with `compute`(layer, hidden states that enter its attention), by layer."""
+    found = {}
 
     def note(module, args, kwargs):
-        hidden = args[0] if args else kwargs["hidden_states"]
-        weight, bias = copied[module.layer_idx]
-        gates[module.layer_idx] = 1 / (1 + torch.exp(-(hidden @ weight.T + bias)))
+        found[module.layer_idx] = compute(module.layer_idx, args[0] if args else kwargs["hidden_states"])
 
     for attention in [
         module for module in peer.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")
     ]:
         attention.register_forward_pre_hook(note, with_kwargs=True)
+    return found
+
+
+def forget(peer, copied):
+    """Return scores with gates of the hidden states that enter each attention."""
+
+    def of_layer(layer, hidden):  # gates (B, T, H), not their logarithms
+        weight, bias = copied[layer]
+        return 1 / (1 + torch.exp(-(hidden @ weight.T + bias)))
+
+    gates = of_hidden_states(peer, of_layer)
 
     def scores(module, query, key, h, i, scaling):
         gate = gates[module.layer_idx][..., h]

@@ -194,6 +194,38 @@ def test_transformer_xl_is_the_relative_attention_of_xlnet(attn_type, queries, k
     )
 
 
+@pytest.mark.parametrize("queries", [12, 1])
+def test_inkling_is_the_attention_of_inkling(queries):
+    """The bias of its module, and the outputs of its attention before the last projection, 12 keys and 5 profiles."""
+    modeling = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": WIDTH, "d_rel": 5, "rel_extent": 7, "layer_types": ["hybrid"], "vocab_size": 8}
+    config = transformers.InklingTextConfig(**sizes)
+    config._attn_implementation = "eager"
+    peer = shaken(modeling.InklingAttention(config, 0))
+    peer.rel_logits_proj.proj.copy_(torch.randn(5, 7, generator=torch.Generator().manual_seed(3)))
+    peer.o_proj = torch.nn.Identity()
+    hidden = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(5))
+    hide = torch.full((12, 12), torch.finfo(torch.float32).min).triu(1)
+    theirs = peer(hidden, hide[None, None])[0].unflatten(-1, (4, 16))[:, -queries:]
+    query, key = (
+        norm(made.unflatten(-1, (-1, 16))).transpose(1, 2)
+        for norm, made in ((peer.q_norm, peer.q_proj(hidden)), (peer.k_norm, peer.k_sconv(peer.k_proj(hidden))))
+    )
+    value = peer.v_sconv(peer.v_proj(hidden)).unflatten(-1, (-1, 16)).transpose(1, 2)
+    module = scheme_class("inkling")(rank=5, extent=7).build(Dims(4, 2, 16, WIDTH, 1))
+
+    def ours(profiles):
+        module.load_state_dict({"queries.weight": peer.r_proj.weight, "profiles": profiles})
+        numbers = {"posenc": module.queries(hidden)[:, :, -queries:]}
+        positions = Positions.causal(queries, 12)
+        call = Call(query[:, :, -queries:], key, value, positions, scaling=peer.scaling, by_module=numbers)
+        return module(call, reference.attend)[0]
+
+    assert difference(ours(peer.rel_logits_proj.proj), theirs) <= 1e-6
+    assert difference(ours(torch.zeros(5, 7)), theirs) > 1e-2
+
+
 @pytest.mark.parametrize("family", LEARNED)
 @pytest.mark.parametrize("rows", [None, 30], ids=["default", "fewer-rows"])
 def test_native_learned_positions_are_the_base_bit_for_bit(family, rows):

@@ -23,7 +23,9 @@ from hf_posenc.schemes.base import ScoreScheme, TokenScheme
 from hf_posenc.schemes.rope import Rope
 
 FAMILIES = ("gpt2", "llama", "gemma2", "opt")
-SCORES = tuple(name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme))
+SCORES = tuple(
+    name for name in available_schemes() if issubclass(scheme_class(name), ScoreScheme) and not scheme_class(name).joins
+)
 VARIANTS = {
     **{scheme: (scheme, ACTS[scheme]) for scheme in available_schemes()},
     "sinusoidal-every-layer": ("sinusoidal", {"placement": "every_layer"}),
@@ -230,7 +232,7 @@ def test_a_dead_layer_is_caught_and_named(family, scheme, dead):
     assert "should answer" in str(report)
 
 
-@pytest.mark.parametrize("scheme", JOINING)
+@pytest.mark.parametrize("scheme", [name for name in JOINING if not scheme_class(name).computes_scores])
 def test_an_addition_that_changes_nothing_or_never_runs_is_caught(scheme):
     given = {"trainable": True} if scheme == "temperature" else {}
     model = patch_model(tiny("llama"), ["rope", scheme_class(scheme)(**given)])

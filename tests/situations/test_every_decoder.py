@@ -47,7 +47,7 @@ NATIVE = {"bloom": "alibi", "mpt": "alibi", "jamba": "nope", "kimi_linear": "nop
 
 SCHEMES = {scheme: row.variants[""] for scheme, row in ROWS.items()}
 
-BIASES = tuple(scheme for scheme in SCORE_SCHEMES if FORMS[scheme] in (Bias, Slopes))
+BIASES = tuple(scheme for scheme in SCORE_SCHEMES if FORMS.get(scheme) in (Bias, Slopes))
 """Schemes that add a number to a score, whatever is compared."""
 SCALES_QUERIES = {"llama4_text", "ministral3", "mistral4"}
 """Types whose queries grow with their position."""

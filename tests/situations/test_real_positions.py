@@ -17,7 +17,7 @@ IDS = tokens(2, LENGTH)
 REAL = (torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 40).sort(-1).values
 DISTANCE = REAL[:, None, :, None] - REAL[:, None, None, :]
 SHOWN = {"attention_mask": torch.ones_like(IDS), "use_cache": False}
-WHOLE = ("t5", "shaw", "transformer_xl", "cope", "learned", "far_rope")
+WHOLE = ("t5", "shaw", "transformer_xl", "cope", "learned", "far_rope", "inkling")
 """Schemes with whole distances."""
 TOLERANCE = 1e-5
 """LLaMA norms in float32 in a float64 model too; logits are about 3 in size."""
