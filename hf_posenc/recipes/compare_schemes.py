@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import hf_posenc
 
 from ..core.did_you_mean import did_you_mean
+from ..core.registry import scheme_class
 from . import models, one_run, program, sweeps
 from .models import UNPATCHED, load
 from .one_run import SharedArguments
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> Results:
     arguments, parser = parse(Arguments, argv, __doc__, prog)
     with program.ending(parser, sweeps.ADVICE):
         runs, tokenizer = check_arguments(arguments), load(AutoTokenizer, arguments.model)
-        sweeps.make(arguments, runs, tokenizer, base=arguments.model)
+        sweeps.make(arguments, runs, tokenizer, arguments.model)
         summary = sweeps.summarize(Path(arguments.output), f"Schemes on {last_name(arguments.model)}")
     print(sweeps.markdown(summary))
     return summary
@@ -101,8 +102,9 @@ def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
                 f"--variants {variant} stretches RoPE to --train-length {length}, but the base was trained at {trained}"
             )
         hyperparameters = [f'scaling={{"rope_type": "{scaling}", "factor": {length / trained}}}']
-    elif name != UNPATCHED:
-        hyperparameters = sweeps.table_args(scheme, max(length, *(arguments.lengths or [2 * length])))
+    elif name != UNPATCHED and not models.is_mixture(name):
+        if getattr(scheme_class(scheme), "num_positions", 0) is None:  # a table, whose length has no default
+            hyperparameters = [f"num_positions={max(length, *(arguments.lengths or [2 * length]))}"]
     if "trainable" in options:
         if models.is_mixture(name):
             raise UsageError(f"--variants {variant}: write trainable into the JSON of a mixture, instead of +trainable")

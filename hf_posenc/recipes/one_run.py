@@ -5,7 +5,7 @@
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,14 +88,12 @@ class Shared(NamedTuple):
         tokenizer: tokenizer of the text.
         identity: identity of this run.
         earlier: results that need not be measured again.
-        new_model: function that returns an untrained model; None for runs on a base.
     """
 
     text: Text
     tokenizer: PreTrainedTokenizerBase
     identity: Results
     earlier: Results
-    new_model: Callable[[], PreTrainedModel] | None
 
 
 def run(arguments: Arguments, shared: Shared | None = None) -> Results:
@@ -123,24 +121,24 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
     # The text and the base. What cannot work is found here, before anything that takes long.
     say(f"Reading {arguments.description}")
     if shared:
-        text, tokenizer, identity, earlier, new_model = shared
+        text, tokenizer, identity, earlier = shared
     else:
         tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
         text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read)
         base, names = arguments.model or str(FOLDER), models.schemes_to_json(schemes)
         identity = run_folder.identity(arguments, text, accelerator, base, scheme=names)
-        earlier, new_model = {}, None
+        earlier = {}
     if arguments.resume:
         run_folder.require_same(output, identity, "resume with those, or choose another --output")
         earlier = read_json(output / "progress.json")
     with models.without_zero3_sharding(accelerator):
-        model: PreTrainedModel = new_model() if new_model else trained_base()
+        model: PreTrainedModel = trained_base()
         if arguments.model:
             model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     trained_length = models.position_limit(model) or model.config.max_position_embeddings
     tokens = stream(text.held_out).tokens
     measurements.check_text(len(tokens), arguments.lengths[-1], trained_length if arguments.eval_every else 0)
-    swapped = check_patch(model, schemes, arguments, 0 if new_model else arguments.lengths[-1])
+    swapped = check_patch(model, schemes, arguments)
     if arguments.recovery_steps is None:
         recovers = swapped and arguments.train_length > trained_length
         arguments.recovery_steps = arguments.steps // 2 if recovers else 0
@@ -165,7 +163,7 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
         "seed": seed,
         "data": text.to_dict(),
         "base": {
-            "name": "from scratch" if new_model else arguments.model or "embedded byte-level GPT-2",
+            "name": arguments.model or "embedded byte-level GPT-2",
             "on_hub": arguments.model is not None and not Path(arguments.model).exists(),
             "model_type": model.config.model_type,
             "parameters": model.num_parameters(),
@@ -242,12 +240,11 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
     model = accelerator.unwrap_model(wrapped)
     measure("after", "the model after fine-tuning")
     models.save(accelerator, wrapped, tokenizer, output, saved_dtype(arguments.dtype, arguments.model))
-    if new_model is None and accelerator.is_main_process:
+    if accelerator.is_main_process:
         if schemes:
             model_card.write(output / "model", results)
         run_report.write(output / "report.html", results)
         print(f"\n{run_report.as_text(results)}\n\n{run_report.verdict(results)}\nAll is in {output}")
-    if accelerator.is_main_process:
         run_folder.finish(output, results)
     accelerator.wait_for_everyone()
     return results
@@ -314,14 +311,13 @@ def check_training(arguments: SharedArguments) -> None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
 
-def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, measured: int) -> bool:
+def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments) -> bool:
     """Patch the model on trial, so that schemes that do not fit are refused before anything is measured.
 
     Args:
         model: stock model.
         schemes: schemes to patch in.
         arguments: checked options.
-        measured: longest length that the patched model must be able to read.
 
     Returns:
         Whether the schemes replace positions of the base; False if they keep them, at most stretched.
@@ -330,10 +326,9 @@ def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, 
         UsageError: if there are too few positions, or attention would cross from one packed document to another.
     """
     trained = max(arguments.train_length, arguments.pose_length or 0)
-    longest = max(trained, measured)
     with hf_posenc.patched(model, schemes, seed=arguments.seed) if schemes else nullcontext():
         limit = models.position_limit(model)
-        needed = longest if schemes else trained
+        needed = max(trained, arguments.lengths[-1]) if schemes else trained
         if limit is not None and limit < needed:
             raise UsageError(
                 f"--scheme {arguments.scheme} ends at {limit} positions, --train-length, --lengths, --pose-length "

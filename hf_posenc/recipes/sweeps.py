@@ -6,20 +6,19 @@ Finished runs are kept, missing runs are made.
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..analysis import plots
 from ..checkpoints.cards import plain
-from ..core.registry import scheme_class
 from . import one_run, run_folder, training
 from .corpus import read_text
 from .measurements import HeldOutArguments
-from .models import Schemes, is_mixture, schemes_to_json
+from .models import Schemes, schemes_to_json
 from .results import Results, read_json, table, without_paths, write_json, write_text
 from .run_report import METHODS, accuracy_by_length
 from .training import TrainingArguments
@@ -46,9 +45,7 @@ def make(
     arguments: SweepArguments,
     variants: Mapping[str, tuple[Schemes, dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    base: str | None = None,
-    new_model: Callable[[], PreTrainedModel] | None = None,
+    base: str,
 ) -> None:
     """Make every run of a sweep that has no results yet.
 
@@ -58,8 +55,7 @@ def make(
         arguments: checked options of the recipe.
         variants: variant -> its schemes, none for a control, and its own options.
         tokenizer: tokenizer for the text.
-        base: folder or Hub id of the base; None if there is none.
-        new_model: function that returns an untrained model; None if there is a base.
+        base: folder or Hub id of the base.
 
     Raises:
         UsageError: if the folder contains runs of another sweep. Nothing is run then.
@@ -84,9 +80,9 @@ def make(
             shutil.rmtree(target, ignore_errors=True)  # what is left of a run whose results were removed
         accelerator.wait_for_everyone()
         made = read(folder)
-        earlier: Results = next(iter(made.values()))[0] if made else {"before": []} if base is None else {}
+        earlier: Results = next(iter(made.values()))[0] if made else {}
         earlier = {key: earlier[key] for key in ("before", "retrieval_before") if key in earlier}
-        shared = one_run.Shared(text, tokenizer, identity, earlier, new_model)
+        shared = one_run.Shared(text, tokenizer, identity, earlier)
         one_run.run(arguments_of_run(arguments, target, seed=seed, **variants[name][1]), shared)
         if accelerator.is_main_process and not arguments.keep_weights:
             shutil.rmtree(target / "model")
@@ -97,12 +93,6 @@ def arguments_of_run(arguments: SweepArguments, target: Path, **own: Any) -> one
     shared = {name: value for name, value in vars(arguments).items() if name in one_run.Arguments.__dataclass_fields__}
     resume = (target / "progress.json").is_file()
     return one_run.Arguments(**{**shared, "output": str(target), "resume": resume, **own})
-
-
-def table_args(scheme: str, positions: int) -> list[str]:
-    """Return the hyper-parameter that makes a scheme's table so long; none for a scheme without a table."""
-    has_table = not is_mixture(scheme) and getattr(scheme_class(scheme), "num_positions", 0) is None
-    return [f"num_positions={positions}"] if has_table else []
 
 
 def read(folder: Path) -> dict[str, list[Results]]:

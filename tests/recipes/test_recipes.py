@@ -295,7 +295,6 @@ WRONG = {
         ("extend_context", "--train-length 16384", [256, 4096, 8192, 16384, 32768], 32768),
         ("extend_context", "--model llama --data text.txt --train-length 32", [32, 64], 16384),
         ("compare_schemes", "--model llama --data text.txt --train-length 128", [32, 64, 128, 256], 16384),
-        ("pretrain", "--train-length 4096", [4096, 8192, 16384, 32768], 32768),
     ],
 )
 def test_what_is_measured_follows_the_training(
@@ -403,8 +402,6 @@ CONFIGS = {
     "gpt2_alibi": "extend_context",
     "llama_yarn_lora": "extend_context",
     "compare_stories": "compare_schemes",
-    "pretrain_books": "pretrain",
-    "pretrain_gpt2_small": "pretrain",
 }
 
 
@@ -421,13 +418,11 @@ def test_shipped_configs_are_valid(recipes, name, tmp_path, monkeypatch):
     text = path.read_text()
     assert "Hardware:" in text
     assert "Time" in text
-    command = {"compare_schemes": "compare", "extend_context": "extend", "pretrain": "pretrain"}[CONFIGS[name]]
+    command = {"compare_schemes": "compare", "extend_context": "extend"}[CONFIGS[name]]
     assert f"hf_posenc.recipes.{CONFIGS[name]}" in text or f"hf-posenc {command}" in text
     if CONFIGS[name] == "extend_context":
         arguments.model = None  # no hub here
         assert importlib.import_module("hf_posenc.recipes.one_run").check_arguments(arguments) is not None
-    elif CONFIGS[name] == "pretrain":
-        module.check_arguments(arguments)
     else:
         importlib.import_module("hf_posenc.recipes.one_run").check_training(arguments)
 
@@ -516,77 +511,49 @@ def test_a_sweep_has_no_options_of_a_single_run(recipes, tiny_checkpoints, text,
     assert not (tiny_checkpoints / "sweep").exists()
 
 
-def test_pretrain(recipes, tiny_checkpoints, text):
-    pretrain = importlib.import_module("hf_posenc.recipes.pretrain")
-    folder = tiny_checkpoints / "scratch"
-    shape = {"layers": 1, "width": 16, "heads": 2, "train_length": 16, "lengths": "16 32", "eval_every": 2}
-    words = small(None, text, folder, calibrate=None, **shape)
-    summary = pretrain.main([*words, "--schemes", "learned", "alibi", "--seeds", "0", "1"])
-    assert set(summary["variants"]["alibi"]["sliding"]) == {"16", "32"}
-    assert set(summary["variants"]["learned"]["sliding"]) == {"16"}  # its table ends there
-    results = json.loads((folder / "runs" / "learned" / "seed-1" / "results.json").read_text())
-    assert results["after"][1]["impossible"] == "its table ends at 16 positions"
-    assert results["scheme"]["name"] == "learned"
-    assert results["training"]["loss"][0] == pytest.approx(5.5, abs=0.5)  # ln 257: it knew nothing
-
-
 @pytest.mark.slow
 def test_a_sweep_shows_again_only_what_is_the_same(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     """Runs of other arguments, of another text or another base are named and refused, finished or not."""
-    pretrain, training = (
-        importlib.import_module("hf_posenc.recipes.pretrain"),
-        importlib.import_module("hf_posenc.recipes.training"),
+    compare, training = (
+        importlib.import_module(f"hf_posenc.recipes.{name}") for name in ("compare_schemes", "training")
     )
-    folder = tiny_checkpoints / "scratch"
+    folder = tiny_checkpoints / "sweep"
 
     def words(**changes):
-        shape = {"layers": 1, "width": 16, "heads": 2, "train_length": 16, "lengths": "16 32", "steps": 4}
-        dropped = {"calibrate": None, "schemes": "shaw", "seeds": 0}
-        return small(None, changes.pop("data", text), folder, **shape | dropped | changes)
+        shape = {"train_length": 16, "lengths": "16 32", "steps": 4, "learning_rate": 3e-3}
+        given = shape | {"variants": "shaw", "seeds": 0} | changes
+        return small(tiny_checkpoints / "llama", given.pop("data", text), folder, **given)
 
     def refused(message, **changes):
         with pytest.raises(SystemExit) as stop:
-            pretrain.main(words(**changes))
+            compare.main(words(**changes))
         assert stop.value.code == 2
         said = " ".join(capsys.readouterr().err.split())
         assert message in said
         assert "choose another --output, or remove that folder" in said
 
-    first = pretrain.main(words())
+    first = compare.main(words())
     with monkeypatch.context() as patch:
         patch.setattr(training, "one_step", lambda *_: pytest.fail("trained"))
         moved = text.with_name("moved.txt")
         text.rename(moved)
-        assert pretrain.main(words(data=moved, save_every=3)) == first  # the same text; when states are written is free
+        assert compare.main(words(data=moved, save_every=3)) == first  # the same text; when states are written is free
         text.write_text(moved.read_text())
-        refused("--layers was 1, is 2, --steps was 4, is 3", steps=3, layers=2)
-        refused("--scheme was", scheme_args="max_distance=3")
-        refused("--steps was 4, is 3", schemes="alibi", steps=3)  # not asked for again, but it would be in the table
+        refused("--batch-size was 2, is 1, --steps was 4, is 3", steps=3, batch_size=1)
+        refused("--steps was 4, is 3", variants="alibi", steps=3)  # not asked for again, but it would be in the table
         refused("--learning-rate was 0.003, is 0.1", seeds="1", learning_rate=0.1)
         text.write_text(text.read_text().replace("import", "export"))
         refused("another text")
         text.write_text(moved.read_text())
-    assert set(pretrain.main(words(schemes="alibi"))["variants"]) == {"alibi", "shaw"}
-    stopped_at(3, monkeypatch, pretrain.main, words(schemes="nope", save_every=2))
+    assert set(compare.main(words(variants="alibi"))["variants"]) == {"alibi", "shaw"}
+    stopped_at(3, monkeypatch, compare.main, words(variants="nope", save_every=2))
     assert training.states(folder / "runs" / "nope" / "seed-0")
-    refused("--warmup-steps was 50, is 2", schemes="nope", warmup_steps=2)
-    assert len(pretrain.main(words(schemes="nope"))["variants"]) == 3
-
-    compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
-    common = [
-        *small(tiny_checkpoints / "llama", text, tiny_checkpoints / "sweep"),
-        "--variants",
-        "alibi",
-        "--seeds",
-        "0",
-    ]
-    compare.main(common)
+    refused("--warmup-steps was 10, is 2", variants="nope", warmup_steps=2)
+    assert len(compare.main(words(variants="nope"))["variants"]) == 3
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoints / "llama")
     model.lm_head.weight.data[0] += 1
     model.save_pretrained(tiny_checkpoints / "llama")
-    with pytest.raises(SystemExit):
-        compare.main(common)
-    assert "another base" in " ".join(capsys.readouterr().err.split())
+    refused("another base")
 
 
 def test_evaluate(recipes, recipe, tiny_checkpoints, text):

@@ -106,25 +106,6 @@ def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text):
     assert_same_weights(folder / "one", folder / "two", 1e-5)
 
 
-@pytest.mark.slow
-def test_pretraining_takes_positions(recipes, tiny_checkpoints, text, capsys):
-    """The default table of `learned` is as long as the positions; a shorter one, and a scheme without any, are refused."""
-    pretrain, folder = importlib.import_module("hf_posenc.recipes.pretrain"), tiny_checkpoints
-    shape = {"seeds": 0, "steps": 2, "lengths": 16, "layers": 1, "width": 16, "heads": 2, **POSE}
-    shape |= dict.fromkeys(("model", "calibrate", "recovery_steps"))
-    pretrain.main(options(folder, text, folder / "out", schemes="learned", **shape))
-    results = json.loads((folder / "out/runs/learned/seed-0/results.json").read_text())
-    assert results["scheme"]["num_positions"] == 100
-    for wrong, message in (
-        ({"schemes": "learned", "scheme_args": "num_positions=64"}, "--scheme learned ends at 64 positions"),
-        ({"schemes": "nope"}, "this model does not look at positions"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            pretrain.main(options(folder, text, folder / "wrong", **wrong, **shape))
-        assert stop.value.code == 2
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
 WRONG = {
     "too short": ({"pose_length": 48}, "--pose-length 48 must be above --train-length 48"),
     "documents": ({**POSE, "packing": "documents"}, "cannot be combined with --packing documents"),
