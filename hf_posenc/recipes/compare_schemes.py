@@ -1,6 +1,6 @@
 """Compares schemes on one base, with the same data, seeds and budget, also with the base itself and RoPE's scalings.
 
-Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md, summary.json and the figures are made from them.
+Every run is one results.json under OUTPUT/runs; OUTPUT/summary.md and summary.json are made from them.
 Run the same command again to make the runs that are missing and to continue an interrupted one. A folder with runs of
 other arguments, another text or another base is refused.
 

@@ -236,14 +236,13 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
             accelerator, model, plan, arguments, output, teacher=teacher, evaluate=evaluate
         )
 
-    # Measure again, save, report.
+    # Measure again, and save.
     model = accelerator.unwrap_model(wrapped)
     measure("after", "the model after fine-tuning")
     models.save(accelerator, wrapped, tokenizer, output, saved_dtype(arguments.dtype, arguments.model))
     if accelerator.is_main_process:
         if schemes:
             model_card.write(output / "model", results)
-        run_report.write(output / "report.html", results)
         print(f"\n{run_report.as_text(results)}\n\n{run_report.verdict(results)}\nAll is in {output}")
         run_folder.finish(output, results)
     accelerator.wait_for_everyone()
@@ -267,7 +266,7 @@ def check_arguments(arguments: Arguments) -> Schemes:
     Raises:
         UsageError: if the arguments cannot work.
     """
-    plots.check_installed()  # the report and the card are drawn at the end
+    plots.check_installed()  # the card has a picture
     if arguments.learning_rate is None:
         arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
     check_training(arguments)

@@ -1,4 +1,4 @@
-"""The runs of a sweep in one folder, `runs/VARIANT/seed-N`, and the tables and figures that are made from them.
+"""The runs of a sweep in one folder, `runs/VARIANT/seed-N`, and the tables that are made from them.
 
 Finished runs are kept, missing runs are made.
 """
@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..analysis import plots
 from ..checkpoints.cards import plain
 from . import one_run, run_folder, training
 from .corpus import read_text
@@ -107,7 +106,7 @@ def read(folder: Path) -> dict[str, list[Results]]:
 
 
 def summarize(folder: Path, title: str) -> Results:
-    """Write summary.json, summary.md and the figures; return the summary."""
+    """Write summary.json and summary.md; return the summary."""
     runs = read(folder)
     first = next(iter(runs.values()))[0]
     summary = {
@@ -118,7 +117,6 @@ def summarize(folder: Path, title: str) -> Results:
     }
     write_json(folder / "summary.json", summary)
     write_text(folder / "summary.md", markdown(summary))
-    draw(folder, summary)
     return summary
 
 
@@ -180,25 +178,3 @@ def markdown(summary: Results) -> str:
         speed, loss = f"{entry['tokens_per_second']:,.0f}", shown((entry["curve"] or [None])[-1])
         rows.append((plain(label), f"{entry['tokens']:,}", speed, loss, copied or "-"))
     return "\n\n".join([*parts, "## Cost, recovery and retrieval", table(rows)]) + "\n"
-
-
-def draw(folder: Path, summary: Results) -> None:
-    """Write the figures: means over seeds of every variant, and the untouched base if it was measured."""
-    trained, title = summary["base"]["trained_length"], summary["title"].replace("$", r"\$")
-    for method, name in METHODS:
-        measured = {"base, untouched": summary["before"][method]}
-        measured |= {label: entry[method] for label, entry in summary["variants"].items()}
-        curves = {
-            label: [(int(length), value["mean"]) for length, value in values.items()]
-            for label, values in measured.items()
-            if values
-        }
-        figure = plots.perplexity_by_length(curves, trained_length=trained, title=f"{title}: {name}")
-        plots.save(figure, folder / f"{method}.png")
-    recovery = {
-        label: [(point["tokens"], point["mean"]) for point in entry["curve"]]
-        for label, entry in summary["variants"].items()
-        if entry["curve"]
-    }
-    if recovery:
-        plots.save(plots.loss_curve(recovery, title=f"{title}: held-out loss"), folder / "recovery.png")
