@@ -6,7 +6,7 @@ other arguments, another text or another base is refused.
 
 Examples:
   hf-posenc compare --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
-  hf-posenc compare --model gpt2 --data book.txt --variants t5 t5+uncalibrated t5+distill --recovery-steps 50
+  hf-posenc compare --model gpt2 --data book.txt --variants t5 t5+uncalibrated --recovery-steps 50
   accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
 """
 
@@ -23,12 +23,12 @@ from ..core.registry import scheme_class
 from . import models, one_run, program, sweeps
 from .models import UNPATCHED, load
 from .one_run import SharedArguments
-from .options import NotNegative, UsageError, parse
+from .options import UsageError, parse
 from .results import Results, last_name
 from .sweeps import SweepArguments
 
 STRETCHED_ROPE = {kind: f"rope-{kind}" for kind in ("linear", "dynamic", "yarn")}
-VARIANT_OPTIONS = ("trainable", "uncalibrated", "distill")
+VARIANT_OPTIONS = ("trainable", "uncalibrated")
 
 
 @dataclass(kw_only=True)
@@ -37,14 +37,12 @@ class Arguments(SweepArguments, SharedArguments):
 
     Args:
         variants: what to compare: a scheme, or JSON as of --scheme in `extend`; unpatched; or rope-linear,
-            rope-dynamic, rope-yarn (RoPE stretched to --train-length). Append +trainable (trainable=true),
-            +uncalibrated (--calibrate none, the plain swap) or +distill (divergence from the base, with weight
-            --distill).
+            rope-dynamic, rope-yarn (RoPE stretched to --train-length). Append +trainable (trainable=true) or
+            +uncalibrated (--calibrate none, the plain swap).
     """
 
     model: str = field()
     variants: list[str] | tuple[str, ...] = (UNPATCHED, "nope", "alibi", "rope-yarn")
-    distill: NotNegative = 1.0
     output: str = "runs/compare_schemes"
 
 
@@ -109,8 +107,7 @@ def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
         if models.is_mixture(name):
             raise UsageError(f"--variants {variant}: write trainable into the JSON of a mixture, instead of +trainable")
         hyperparameters.append("trainable=true")
-    distill = arguments.distill if "distill" in options else 0.0
-    own = {"scheme": scheme, "scheme_args": hyperparameters, "distill": distill}
+    own = {"scheme": scheme, "scheme_args": hyperparameters}
     return own | ({"calibrate": "none"} if "uncalibrated" in options else {})
 
 
