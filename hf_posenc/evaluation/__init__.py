@@ -2,7 +2,6 @@
 
 from .far_context import RepeatGain, repeat_gain
 from .generation import GenerationMeasurement, measure_generation, repeated_ngrams
-from .harness import harness_model
 from .perplexity import (
     ContextMeasurement,
     Perplexity,
@@ -22,7 +21,6 @@ __all__ = [
     "PositionLoss",
     "RepeatGain",
     "effective_length",
-    "harness_model",
     "induction_copy",
     "measure_context",
     "measure_generation",
