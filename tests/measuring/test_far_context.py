@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_posenc.evaluation import effective_length, repeat_gain
+from hf_posenc.evaluation import repeat_gain
 
 VOCABULARY = 30
 # Losses of float32 logits against float64 ones: a few round-offs of 6e-8 on numbers below 10.
@@ -83,16 +83,6 @@ def test_what_reads_no_context_gains_nothing():
     tokens, options = text(400), {"distances": [32, 64], "passage": 16, "lead": 8}
     for row in repeat_gain(Copying(), tokens, trials=3, **options):
         assert (row.gain, row.gain_in_place) == pytest.approx((0, 0), abs=TOLERANCE)
-
-
-def test_effective_length_is_the_last_before_the_first_that_fails():
-    losses = {256: 1.62, 512: 1.55, 1024: 1.58, 2048: 1.9, 4096: 1.56}
-    assert effective_length(losses, at_most=1.60) == 1024  # 256 has too little context; 4096 comes after a failure
-    assert effective_length(losses, at_most=1.0) is None
-    assert effective_length({4096: 0.86, 8192: 0.9, 16384: 0.8}, at_least=0.856) == 8192
-    assert effective_length({64: 1.0, 128: math.nan}, at_most=2.0) == 64
-    with pytest.raises(ValueError, match="give one limit"):
-        effective_length(losses)
 
 
 @pytest.mark.parametrize(
