@@ -146,7 +146,7 @@ def test_a_card_shows_values_and_obeys_none(recipe, tiny_checkpoints, text):
     assert len(table) == 1
     assert len(re.findall(r"(?<!\\)\|", table[0])) == 3
     # A sweep's table too.
-    summaries = importlib.import_module("hf_posenc.recipes.sweeps")
+    summaries = importlib.import_module("hf_posenc.recipes.compare_schemes")
     summary = {
         "title": NASTY,
         "base": {"name": NASTY, "parameters": 1, "trained_length": 2},
