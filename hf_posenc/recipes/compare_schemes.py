@@ -80,20 +80,15 @@ def check_arguments(arguments: Arguments) -> Variants:
     return runs
 
 
-def split(variant: str) -> tuple[str, list[str]]:
-    """Split a variant into its scheme, a name or JSON, and its options."""
-    end = max(variant.rfind("}"), variant.rfind("]")) + 1 if models.is_mixture(variant) else 0
-    rest, *options = variant[end:].split("+")
-    return variant[:end] + rest, options
-
-
 def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
     """Return the options of `extend` that a variant sets: the scheme, with a table or a scaling for the lengths.
 
     Raises:
         UsageError: if there is no such variant, or RoPE would be stretched to a length that the base was trained at.
     """
-    name, options = split(variant)
+    end = max(variant.rfind("}"), variant.rfind("]")) + 1 if models.is_mixture(variant) else 0  # JSON may have a +
+    name, *options = variant[end:].split("+")
+    name = variant[:end] + name
     if strange := [word for word in options if word not in VARIANT_OPTIONS]:
         raise UsageError(
             f"--variants {variant}: +{strange[0]} is none of +{', +'.join(VARIANT_OPTIONS)}"

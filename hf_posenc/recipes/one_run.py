@@ -192,7 +192,10 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
         calibration_loss = measurements.held_out_loss(tokens, length, progress=accelerator.is_main_process)
         base_loss = calibration_loss(model)
     if schemes:
-        results["verify"] = models.patch_and_verify(model, schemes, seed)
+        report = hf_posenc.verify(hf_posenc.patch_model(model, schemes, seed=seed))
+        if not report:
+            raise RuntimeError(f"the patch does not do what it should:\n{report}")
+        results["verify"] = str(report)
         say(f"Patched\n{hf_posenc.describe(model)}\n{results['verify']}")
     results["scheme"] = models.schemes_to_json(hf_posenc.schemes_of(model))
     if arguments.lora_rank:

@@ -342,7 +342,7 @@ def test_a_tokenizer_of_another_model_is_refused(recipe, tiny_checkpoints, text,
 
 @pytest.mark.parametrize(("family", "apart"), [("gpt2", True), ("llama", True), ("opt", False)])
 @pytest.mark.parametrize("scheme", [None, "alibi"])
-def test_whether_packed_documents_are_kept_apart_is_measured(recipes, family, apart, scheme):
+def test_whether_packed_documents_are_kept_apart(recipes, family, apart, scheme):
     model = tiny(family).eval()
     if scheme:
         hf_posenc.patch_model(model, scheme)
