@@ -108,8 +108,6 @@ def which_engine(
     *,
     keys: int | None = None,
     dtype: torch.dtype | None = None,
-    dropout: float = 0.0,
-    weights: bool = False,
     layer: int | None = None,
 ) -> Choice:
     """Name the engine that computes attention in a patched model, and say why: for calls without padding.
@@ -124,8 +122,6 @@ def which_engine(
         length: number of queries.
         keys: number of keys, cached ones included; None means `length`. With more keys than queries, gradients are off.
         dtype: dtype of queries and keys; None means the model's dtype.
-        dropout: probability that an attention weight is dropped.
-        weights: whether the attention weights are wanted.
         layer: index of the layer; None means the first layer with a scheme on its scores.
 
     Returns:
@@ -143,15 +139,12 @@ def which_engine(
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
     keys = length if keys is None else keys
-    if length < 1 or keys < length or not 0 <= dropout < 1:
-        raise ValueError(
-            f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
-            "at least length, dropout at least 0 and below 1"
-        )
+    if length < 1 or keys < length:
+        raise ValueError(f"length must be at least 1, and keys at least length, not {length} and {keys}")
     if not patch.attends:
         own_attention = str(language_config(model.config)._attn_implementation)
         return Choice(own_attention, f"{patch.name} keeps the model's own attention")
-    if patch.backend and not weights:
+    if patch.backend:
         return Choice(patch.backend, f"{patch.name} changes queries and keys only")
     if next(model.parameters()).is_meta:
         raise ValueError("the model is on the meta device, where nothing computes attention: ask once it has weights")
@@ -160,8 +153,7 @@ def which_engine(
     cached = keys > length  # generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = _call_of(base, attention, length, keys, dtype or model.dtype)
-        handed_on = _handed_on(owner_of(attention.posenc), replace(call, dropout=dropout, weights=weights))
-        return choose(on_attention(attention).engine, handed_on)
+        return choose(on_attention(attention).engine, _handed_on(owner_of(attention.posenc), call))
 
 
 class _HandedOnError(BaseException):

@@ -20,7 +20,6 @@ import hf_posenc
 from hf_posenc import Matching
 
 from ..analysis import plots
-from ..core.command_arguments import Dtype
 from ..core.registry import family_for
 from ..families.base import language_config
 from ..model.patch_record import keeps_positions
@@ -66,15 +65,12 @@ class Arguments(SchemeArguments, SharedArguments):
         output: folder to write; it must be empty, or not exist yet.
         resume: go on with an interrupted run of the same arguments.
         seed: seed of everything that is random.
-        dtype: dtype of the saved weights; auto is the base's own. All is trained and measured in float32, or as
-            --mixed-precision says.
     """
 
     output: str = "runs/extend_context"
     resume: bool = False
     steps: Count = 60
     seed: int = 0
-    dtype: Dtype = "auto"
 
 
 class Shared(NamedTuple):
@@ -236,7 +232,9 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
     # Measure again, and save.
     model = accelerator.unwrap_model(wrapped)
     measure("after", "the model after fine-tuning")
-    models.save(accelerator, wrapped, tokenizer, output, saved_dtype(arguments.dtype, arguments.model))
+    # All is trained and measured in float32, or as --mixed-precision says.
+    dtype = language_config(models.stock_config(arguments.model)).dtype if arguments.model else None
+    models.save(accelerator, wrapped, tokenizer, output, dtype or torch.float32)
     if accelerator.is_main_process:
         if schemes:
             model_card.write(output / "model", results)
@@ -335,10 +333,3 @@ def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments) 
         if arguments.pose_length is not None:
             check_follows(model, arguments.pose_length)
         return not keeps_positions(model)
-
-
-def saved_dtype(name: Dtype, model: str | None) -> torch.dtype:
-    """Return the dtype that `--dtype` names for the saved model; auto is the dtype of the base's checkpoint."""
-    if name != "auto":
-        return getattr(torch, name)
-    return (model and language_config(models.stock_config(model)).dtype) or torch.float32

@@ -31,7 +31,7 @@ CALIBRATION_STATE = "calibration.state.pt"
 # Options that change no result: where it is written, what happens to the weights, what is saved and shown meanwhile.
 # Of some the identity has a digest or the run's own value instead. All other options, new ones too, are part of it.
 NOT_PART = (
-    *("output", "resume", "keep_weights", "dtype", "save_every", "tracker"),
+    *("output", "resume", "keep_weights", "save_every", "tracker"),
     *("data", "model", "variants", "seeds", "scheme_args"),
 )
 CHECKPOINT_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")

@@ -145,14 +145,13 @@ def written(run):
 
 
 def dtype_of_weights(run):
-    """It is that of the saved weights, also where a LoRA adapter is merged into them; by default the base's own."""
+    """Saved weights have the dtype of the base's, also where a LoRA adapter is merged into them."""
     half = {"model": run.folder / "half"}
     AutoModelForCausalLM.from_pretrained(run.folder / "llama").half().save_pretrained(half["model"])
     AutoTokenizer.from_pretrained(run.folder / "llama").save_pretrained(half["model"])
     cases = (
         ({}, "float32"),
         (half, "float16"),
-        (half | {"dtype": "bfloat16"}, "bfloat16"),
         (half | {"lora_rank": 1}, "float16"),
     )
     for number, (changes, expected) in enumerate(cases):
@@ -252,7 +251,7 @@ ROWS = {
         "scheme_args": numbers(scheme_args="max_distance=4"),
         "seed": numbers(seed=1),
         "resume": refused("there is no interrupted run in", resume="true"),
-        "dtype": dtype_of_weights,
+        "model": dtype_of_weights,
     },
     "compare_schemes": {
         "variants": lists("variants", "shaw", "shaw alibi"),
