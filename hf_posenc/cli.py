@@ -12,9 +12,8 @@ from .core.errors import HfPosencError
 from .core.version import VERSION
 
 RECIPES = {
-    "extend": ("extend_context", "measure a checkpoint, patch, calibrate, fine-tune, measure again, report"),
-    "compare": ("compare_schemes", "do the same for several schemes and seeds on one base: tables and figures"),
-    "pretrain": ("pretrain", "train a small decoder from scratch for every scheme: train short, test long"),
+    "extend": ("extend_context", "measure a checkpoint, patch, calibrate, fine-tune, measure again"),
+    "compare": ("compare_schemes", "do the same for several schemes and seeds on one base: tables"),
     "evaluate": ("evaluate", "measure perplexity and retrieval of a checkpoint at several context lengths"),
     "calibrate": ("calibrate", "patch a stock checkpoint, fit the scheme to the base's attention, and save it"),
 }

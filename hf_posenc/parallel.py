@@ -54,7 +54,7 @@ from .schemes.base import by_layer_type, depends_on_length
 from .transformers_glue import NAME
 from .transformers_glue.masks import causal_documents, position_channel, shown
 
-_BATCH_KEYS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels")
+_BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
 
 
 class _Gather(torch.autograd.Function):
@@ -242,14 +242,14 @@ def shard_sequence(batch: Mapping[str, Tensor | None], group: dist.ProcessGroup 
     documents, which do not see each other.
 
     Args:
-        batch: `input_ids` (B, T) or `inputs_embeds` (B, T, E). Optional: `attention_mask` (B, T), zero for padding;
-            `position_ids` (B|1, T); `labels` (B, T), or `shift_labels` (B, T), which are shifted already.
+        batch: `input_ids` (B, T). Optional: `attention_mask` (B, T), zero for padding; `position_ids` (B|1, T);
+            `labels` (B, T), or `shift_labels` (B, T), which are shifted already.
         group: torch.distributed process group; None means all processes.
 
     Returns:
-        `input_ids` or `inputs_embeds`, `position_ids`, and `attention_mask`: the position channel of the shard's
-        queries and of all keys. If the batch has labels, also `labels` and `shift_labels`, both shifted (entry t is the
-        token to predict from token t), and `num_items_in_batch`, the number of labels in the whole batch.
+        `input_ids`, `position_ids`, and `attention_mask`: the position channel of the shard's queries and of all keys.
+        If the batch has labels, also `labels` and `shift_labels`, both shifted (entry t is the token to predict from
+        token t), and `num_items_in_batch`, the number of labels in the whole batch.
 
     Raises:
         TypeError: for an unknown key.
@@ -257,17 +257,15 @@ def shard_sequence(batch: Mapping[str, Tensor | None], group: dist.ProcessGroup 
             with an attention mask.
     """
     tensors = _checked_batch(batch)
-    tokens_key = "input_ids" if "input_ids" in tensors else "inputs_embeds"
-    rows, length = tensors[tokens_key].shape[:2]
-    ids = tensors.get("position_ids", torch.arange(length, device=tensors[tokens_key].device)[None])
+    rows, length = tensors["input_ids"].shape
+    ids = tensors.get("position_ids", torch.arange(length, device=tensors["input_ids"].device)[None])
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     slots = torch.arange(length + -length % size, device=ids.device)
     mine, index = slots.view(size, -1)[rank], slots[None]
 
     def filled(tensor: Tensor, value: int = 0) -> Tensor:
-        """Return a tensor (B, T, ...) with this value in the padding behind the sequences."""
-        padding = len(slots) - length
-        return nn.functional.pad(tensor, (0, 0, 0, padding) if tensor.ndim > 2 else (0, padding), value=value)
+        """Return a tensor (B, T) with this value in the padding behind the sequences."""
+        return nn.functional.pad(tensor, (0, len(slots) - length), value=value)
 
     # The positions as one process would count them.
     mask = tensors.get("attention_mask")
@@ -283,7 +281,7 @@ def shard_sequence(batch: Mapping[str, Tensor | None], group: dist.ProcessGroup 
         index, index, **{f"{of}_{name}": row for of in ("query", "key") for name, row in own.items()}
     )
     shard = {
-        tokens_key: filled(tensors[tokens_key])[:, mine],
+        "input_ids": filled(tensors["input_ids"])[:, mine],
         "position_ids": filled(ids)[:, mine].expand(rows, -1),
         "attention_mask": whole[..., torch.cat([mine, len(slots) + slots])],
     }
@@ -301,13 +299,12 @@ def _checked_batch(batch: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     if unknown := sorted(set(batch) - set(_BATCH_KEYS)):
         raise TypeError(f"cannot shard {', '.join(unknown)}; a batch may have {', '.join(_BATCH_KEYS)}")
     tensors = {key: value for key, value in batch.items() if value is not None}
-    tokens = [key for key in ("input_ids", "inputs_embeds") if key in tensors]
-    if len(tokens) != 1 or {"labels", "shift_labels"} <= set(tensors):
-        raise ValueError("a batch has input_ids or inputs_embeds, and no more than one of labels and shift_labels")
+    if "input_ids" not in tensors or {"labels", "shift_labels"} <= set(tensors):
+        raise ValueError("a batch has input_ids, and no more than one of labels and shift_labels")
     if "position_ids" in tensors:
         positions.require_whole(tensors["position_ids"], "context parallelism")
-    rows, length = tensors[tokens[0]].shape[:2]
+    rows, length = tensors["input_ids"].shape
     for key, value in tensors.items():
-        if value.shape[:2] != (rows, length) and not (key == "position_ids" and value.shape == (1, length)):
+        if value.shape != (rows, length) and not (key == "position_ids" and value.shape == (1, length)):
             raise ValueError(f"{key} of shape {tuple(value.shape)} does not belong to {rows} sequences of {length}")
     return tensors

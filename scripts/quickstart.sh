@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a bare clone to a model with a longer context: environment, installation, then measure, patch, calibrate, fine-tune,
-# measure again, report.
+# measure again.
 #
 #   bash scripts/quickstart.sh                                    the small base of the package: two to three minutes on two
 #                                                                 idle cores, no download but the installation
@@ -117,7 +117,6 @@ fi
 cat <<NEXT
 
 To look at:
-  $output/report.html    tables, loss curve, loss by position, configuration: one file
   $output/model          the checkpoint, with its model card
   $output/results.json   every number
 

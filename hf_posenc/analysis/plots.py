@@ -19,7 +19,6 @@ from ..checkpoints.files import replaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
     from torch import Tensor
 
@@ -31,7 +30,6 @@ __all__ = [
     "loss_by_position",
     "loss_curve",
     "perplexity_by_length",
-    "retrieval_heat_map",
     "save",
     "similarity_matrix",
 ]
@@ -137,13 +135,6 @@ def _in_powers_of_two(axes: Axes, ticks: set[float]) -> None:
     axes.xaxis.set_major_formatter("{x:,.10g}")
 
 
-def _image(axes: Axes, values: list[list[float]], bar_label: str, **options: Any) -> Colorbar:
-    """Draw a matrix with options of `Axes.imshow`, and return its colour bar."""
-    axes.grid(False)
-    drawn = axes.imshow(values, interpolation="nearest", **options)
-    return drawn.axes.figure.colorbar(drawn, ax=axes, shrink=0.9, pad=0.02, label=bar_label)
-
-
 # ------------------------------------------------------------------------------------------------------ runs of a model
 
 
@@ -214,37 +205,6 @@ def loss_curve(
     return figure
 
 
-def retrieval_heat_map(cells: Sequence[Mapping[str, float]], *, title: str = "") -> Figure:
-    """Draw retrieval accuracy by context length and depth of the answer. Missing cells stay blank.
-
-    Args:
-        cells: mappings with `length` in tokens, `depth` from 0 (start of the context) to 1 (end), and `accuracy` from 0
-            to 1.
-        title: text above the axes; empty means none.
-
-    Raises:
-        ValueError: if there are no cells, or two cells have the same length and depth.
-    """
-    values = {(cell["depth"], cell["length"]): 100 * cell["accuracy"] for cell in cells}
-    if not values or len(values) != len(cells):
-        raise ValueError("there are no cells, or two cells have the same length and depth")
-    depths, lengths = (sorted({key[i] for key in values}) for i in (0, 1))
-    grid = [[values.get((depth, length), math.nan) for length in lengths] for depth in depths]
-    size, labels = (
-        (2.2 + 0.62 * len(lengths), 1.5 + 0.42 * len(depths)),
-        ("context length (tokens)", "depth of the answer"),
-    )
-    with _panel(title, *size, *labels) as (figure, axes):
-        _image(axes, grid, "accuracy (%)", vmin=0, vmax=100, cmap="cividis", aspect="auto")
-        for (depth, length), accuracy in values.items():
-            place, colour = (lengths.index(length), depths.index(depth)), "white" if accuracy < 50 else "black"
-            axes.text(*place, f"{accuracy:.0f}", fontsize=8, ha="center", va="center", color=colour)
-        rotation = 45 if len(lengths) > 6 else 0
-        axes.set_xticks(range(len(lengths)), [f"{length:,.0f}" for length in lengths], rotation=rotation)
-        axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
-    return figure
-
-
 # -------------------------------------------------------------------------------------------------- schemes and models
 
 
@@ -259,7 +219,10 @@ def similarity_matrix(vectors: Tensor, *, title: str = "") -> Figure:
     cosines = unit @ unit.T
     low, high = float(cosines.min()), float(cosines.max())
     with _panel(title, 5.2, 4.4, "position (tokens)", "position (tokens)") as (figure, axes):
-        _image(axes, cosines.tolist(), f"cosine similarity ({low:.2f} to {high:.2f})", origin="lower")
+        axes.grid(False)
+        drawn = axes.imshow(cosines.tolist(), interpolation="nearest", origin="lower")
+        label = f"cosine similarity ({low:.2f} to {high:.2f})"
+        figure.colorbar(drawn, ax=axes, shrink=0.9, pad=0.02, label=label)
     return figure
 
 

@@ -20,7 +20,6 @@ from ..engines.dispatch import Choice, choose
 from ..families.base import base_model_type, language_config
 from ..model.base_model import BaseModel
 from ..model.eval_mode import evaluation
-from ..model.obstacles import brought_in, is_offloaded
 from ..model.patch_record import patch_of
 from ..model.watch import caught
 from ..schemes.base import Scheme
@@ -109,24 +108,20 @@ def which_engine(
     *,
     keys: int | None = None,
     dtype: torch.dtype | None = None,
-    dropout: float = 0.0,
-    weights: bool = False,
     layer: int | None = None,
 ) -> Choice:
     """Name the engine that computes attention in a patched model, and say why: for calls without padding.
 
     The answer is for the model's device. `which_engine` runs the model on one token, in evaluation mode, up to the
-    attention of the layer. It runs an offloaded model to its end, because the weights come and go layer by layer. On a
-    GPU this may take seconds, because it compiles FlexAttention and tries it first. A scheme that rotates queries and
-    keys itself, such as `far_rope`, rotates those of one layer at this length, which takes memory.
+    attention of the layer. On a GPU this may take seconds, because it compiles FlexAttention and tries it first. A
+    scheme that rotates queries and keys itself, such as `far_rope`, rotates those of one layer at this length, which
+    takes memory.
 
     Args:
         model: a patched model, also with an adapter of PEFT around it.
         length: number of queries.
         keys: number of keys, cached ones included; None means `length`. With more keys than queries, gradients are off.
         dtype: dtype of queries and keys; None means the model's dtype.
-        dropout: probability that an attention weight is dropped.
-        weights: whether the attention weights are wanted.
         layer: index of the layer; None means the first layer with a scheme on its scores.
 
     Returns:
@@ -135,36 +130,30 @@ def which_engine(
 
     Raises:
         NotPatchedError: if the model is not patched.
-        UnsupportedModelError: if the model is wrapped (DistributedDataParallel) or sharded (FSDP).
+        UnsupportedModelError: if the model is wrapped (DistributedDataParallel), sharded (FSDP) or offloaded.
         ValueError: if an argument is out of range, the engine that was chosen when patching cannot compute the call, or
             the model is on the meta device.
     """
-    model = unwrapped(model, "ask for the engine", runs=False)
+    model = unwrapped(model, "ask for the engine")
     patch = patch_of(model)
     if patch is None:
         raise NotPatchedError(f"this {type(model).__name__} is not patched")
     keys = length if keys is None else keys
-    if length < 1 or keys < length or not 0 <= dropout < 1:
-        raise ValueError(
-            f"there is no call of {length} queries, {keys} keys and dropout {dropout}: length must be at least 1, keys "
-            "at least length, dropout at least 0 and below 1"
-        )
+    if length < 1 or keys < length:
+        raise ValueError(f"length must be at least 1, and keys at least length, not {length} and {keys}")
     if not patch.attends:
         own_attention = str(language_config(model.config)._attn_implementation)
         return Choice(own_attention, f"{patch.name} keeps the model's own attention")
-    if patch.backend and not weights:
+    if patch.backend:
         return Choice(patch.backend, f"{patch.name} changes queries and keys only")
-    if next(model.parameters()).is_meta and not is_offloaded(model):
+    if next(model.parameters()).is_meta:
         raise ValueError("the model is on the meta device, where nothing computes attention: ask once it has weights")
     base = BaseModel.of(model)
     attention: Any = base.modules.attention_of[_layer_with_attention(base, layer)]
     cached = keys > length  # generation, which takes no gradients
     with torch.set_grad_enabled(torch.is_grad_enabled() and not cached):
         call = _call_of(base, attention, length, keys, dtype or model.dtype)
-        module = owner_of(attention.posenc)
-        with brought_in(model, module):
-            handed_on = _handed_on(module, replace(call, dropout=dropout, weights=weights))
-            return choose(on_attention(attention).engine, handed_on)
+        return choose(on_attention(attention).engine, _handed_on(owner_of(attention.posenc), call))
 
 
 class _HandedOnError(BaseException):
@@ -197,11 +186,9 @@ def _call_of(base: BaseModel, attention: Any, length: int, keys: int, dtype: tor
 
     The model makes the call for one token, with its own scaling, soft cap and sinks. Then the tensors are lengthened.
     """
-    device = base.token_weight.device
-    token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)
-    decoder, offloaded = base.modules.decoder, is_offloaded(base.model)
+    token, decoder = torch.zeros(1, 1, dtype=torch.int64, device=base.token_weight.device), base.modules.decoder
     with evaluation(decoder), torch.no_grad():
-        (call, *_), _ = caught(attention.posenc, lambda: decoder(input_ids=token, use_cache=False), to_end=offloaded)
+        (call, *_), _ = caught(attention.posenc, lambda: decoder(input_ids=token, use_cache=False))
     tensors = {"query": (call.query, length), "key": (call.key, keys), "value": (call.value, keys)}
     empty = torch.empty((), dtype=dtype, device=call.query.device)
     lengthened = {name: empty.expand(1, one.shape[1], size, one.shape[3]) for name, (one, size) in tensors.items()}

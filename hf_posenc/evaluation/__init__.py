@@ -2,12 +2,10 @@
 
 from .far_context import RepeatGain, repeat_gain
 from .generation import GenerationMeasurement, measure_generation, repeated_ngrams
-from .harness import harness_model
 from .perplexity import (
     ContextMeasurement,
     Perplexity,
     PositionLoss,
-    effective_length,
     measure_context,
     non_overlapping_perplexity,
     short_context_regression,
@@ -21,8 +19,6 @@ __all__ = [
     "Perplexity",
     "PositionLoss",
     "RepeatGain",
-    "effective_length",
-    "harness_model",
     "induction_copy",
     "measure_context",
     "measure_generation",

@@ -7,7 +7,7 @@ full context and has no such gain. Always read both, at the same lengths.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -182,39 +182,6 @@ def short_context_regression(
     """
     reference = {row.length: row.sliding.loss for row in before if row.length <= trained_length}
     return {row.length: row.sliding.loss - reference[row.length] for row in after if row.length in reference}
-
-
-def effective_length(
-    values: Mapping[int, float], *, at_most: float | None = None, at_least: float | None = None
-) -> int | None:
-    """Return the longest length up to which a measured value stays within a limit.
-
-    Lengths are read from the shortest to the longest. The result is the last one that passes before the first that
-    fails; lengths that fail before any passes, for want of context, do not count. Where a value only gets worse with
-    length this is RULER's rule, the longest length that passes (Hsieh et al. 2024, arXiv:2404.06654, section 4). RULER
-    has one limit of accuracy for all models, 85.6 %. NoLiMa takes 85 % of a model's own accuracy at short lengths. For
-    a loss, take that of the unpatched base at its trained length and add a margin, for instance 0.05 nats.
-
-    Args:
-        values: length in tokens -> loss or accuracy.
-        at_most: largest value that passes, for losses.
-        at_least: least value that passes, for accuracies.
-
-    Returns:
-        A length of `values`; None if no length passes. NaN does not pass.
-
-    Raises:
-        ValueError: unless one of `at_most` and `at_least` is given.
-    """
-    if (at_most is None) == (at_least is None):
-        raise ValueError("give one limit: at_most for losses, at_least for accuracies")
-    found = None
-    for length in sorted(values):
-        passes = values[length] <= at_most if at_most is not None else values[length] >= (at_least or 0)
-        if found is not None and not passes:
-            break
-        found = length if passes else found
-    return found
 
 
 def check_documents(documents: Sequence[Tensor], least: int = 2) -> None:

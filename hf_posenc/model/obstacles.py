@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Literal
 
 from accelerate.hooks import AlignDevicesHook, SequentialHook
@@ -62,7 +62,10 @@ def check_unwrapped(model: object, action: str, *, in_place: bool = True, one_de
 
 def _elsewhere(model: nn.Module, one_device: bool) -> str | None:
     """Return where hooks have put weights of a model, or None; see `check_unwrapped`."""
-    hooks = _aligning(model)
+    found = [hook for module in model.modules() if (hook := module.__dict__.get("_hf_hook"))]
+    for hook in found:  # the list grows
+        found += hook.hooks if isinstance(hook, SequentialHook) else ()
+    hooks = [hook for hook in found if isinstance(hook, AlignDevicesHook)]  # accelerate's, that move weights or inputs
     devices = {str(hook.execution_device) for hook in hooks if hook.execution_device is not None}
     if any(hook.offload for hook in hooks) or len({parameter.is_meta for parameter in model.parameters()}) > 1:
         return "offloaded: weights are elsewhere until their layer runs"
@@ -105,37 +108,6 @@ def _instead(wrong: object, action: str) -> str:
     names = ("_orig_mod", "model", "module")  # of torch.compile's wrapper, a pipeline or Trainer, and other wrappers
     inside = next((name for name in names if _is_model(getattr(wrong, name, None))), None)
     return "" if inside is None else f": {action} first, wrap it afterwards (the model itself is its .{inside})"
-
-
-def _aligning(model: nn.Module) -> list[AlignDevicesHook]:
-    """Return accelerate's hooks in a model that move weights or inputs."""
-    hooks = [hook for module in model.modules() if (hook := module.__dict__.get("_hf_hook"))]
-    for hook in hooks:  # the list grows
-        hooks += hook.hooks if isinstance(hook, SequentialHook) else ()
-    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
-
-
-def is_offloaded(model: nn.Module) -> bool:
-    """Return whether accelerate keeps weights of a model elsewhere until their module runs."""
-    return any(hook.offload for hook in _aligning(model))
-
-
-@contextmanager
-def brought_in(model: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Bring in the weights of a module for a `with` block, if accelerate has offloaded them.
-
-    Args:
-        model: a model, offloaded or not.
-        module: a module of the model. Hooks of the modules that contain it may also move its weights.
-    """
-    path = next(name for name, candidate in model.named_modules() if candidate is module)
-    containing = [owner for name, owner in model.named_modules() if not name or f"{path}.".startswith(f"{name}.")]
-    with ExitStack() as stack:
-        for owner in containing:
-            if (hook := owner.__dict__.get("_hf_hook")) is not None:
-                hook.pre_forward(owner)
-                stack.callback(hook.post_forward, owner, None)
-        yield
 
 
 def check_unquantized(model: nn.Module, action: str) -> None:

@@ -64,18 +64,16 @@ uncompiled = partial(torch.compiler.set_stance, "force_eager")
 """Runs compiled code uncompiled within a `with` block, because torch.compile cannot trace hooks of this package."""
 
 
-def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False) -> tuple[Args, Kwargs]:
+def caught(module: nn.Module, run: Callable[[], object]) -> tuple[Args, Kwargs]:
     """Return the arguments of the first call of a module during a forward pass, before other hooks change them.
 
-    The forward pass stops at this call, unless `to_end` is set. A hook catches the call, because replacing the module
+    The forward pass stops at this call. A hook catches the call, because replacing the module
     would break output recording: transformers installs its recording hooks once, on the layers that it finds. Compiled
     code runs uncompiled here.
 
     Args:
         module: the module that is called, usually a layer.
         run: function without arguments that runs the forward pass.
-        to_end: whether to let the forward pass end. Offloaded models need it, because their hooks take weights away
-            when a module returns.
 
     Raises:
         UnsupportedModelError: if the forward pass never calls the module.
@@ -84,8 +82,7 @@ def caught(module: nn.Module, run: Callable[[], object], *, to_end: bool = False
 
     def catch(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         calls.append((args, kwargs))
-        if not to_end:
-            raise _Caught
+        raise _Caught
 
     hook = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:

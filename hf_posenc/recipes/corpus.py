@@ -30,7 +30,7 @@ class TextArguments:
 
     Args:
         data: text (UTF-8), .jsonl or .parquet files of one kind (text and .jsonl also .gz), a folder of datasets'
-            save_to_disk, or a dataset id of the Hub. Optional for `pretrain`, and `extend` without --model.
+            save_to_disk, or a dataset id of the Hub. Optional for `extend` without --model.
         data_name: configuration of a dataset of the Hub.
         data_split: split of a dataset that has several.
         text_column: column with the text, in data that has columns.

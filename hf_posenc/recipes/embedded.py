@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).parent / "embedded_base"
 """The checkpoint: float16 weights, config, tokenizer. `scripts/make_embedded_base.py` writes it."""
@@ -55,35 +55,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-
-
-def decoder(
-    tokenizer: PreTrainedTokenizerFast, *, positions: int, width: int, layers: int, heads: int, initializer_range: float
-) -> GPT2LMHeadModel:
-    """Return an untrained decoder of GPT-2's architecture, without dropout, because it is less than one epoch.
-
-    Args:
-        tokenizer: tokenizer of the decoder.
-        positions: rows of the table of learned positions.
-        width: hidden size.
-        layers: decoder layers.
-        heads: attention heads.
-        initializer_range: standard deviation of the initial weights.
-    """
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=positions,
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        initializer_range=initializer_range,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return GPT2LMHeadModel(config)
 
 
 def trained_base() -> GPT2LMHeadModel:

@@ -1,8 +1,8 @@
 """Extends the context of a causal language model with another position encoding, and measures how far it reaches.
 
-It measures, patches, calibrates, fine-tunes and measures again. Then it writes OUTPUT/report.html, OUTPUT/results.json
-and OUTPUT/model (load it with `hf_posenc.from_pretrained`). Wrong arguments are found before anything long starts.
-Ctrl-C saves a state, and `--resume` goes on from it: nothing that is finished is done again.
+It measures, patches, calibrates, fine-tunes and measures again. Then it writes OUTPUT/results.json and OUTPUT/model,
+with a card of what was measured (load it with `hf_posenc.from_pretrained`). Wrong arguments are found before anything
+long starts. Ctrl-C saves a state, and `--resume` goes on from it: nothing that is finished is done again.
 
 Examples:
   hf-posenc extend                                               # the embedded base and text: minutes on two cores

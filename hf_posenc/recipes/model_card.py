@@ -6,12 +6,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from ..analysis import plots
-from ..checkpoints.cards import hyperparameter_table, layers_of_schemes, loading_section
+from ..checkpoints.cards import code, fenced, hyperparameter_table, layers_of_schemes, loading_section, plain
 from ..core.registry import scheme_class
-from .results import Results, filled, last_name, without_paths, write_text
+from .results import Results, last_name, table, without_paths, write_text
 from .run_report import curves_by_position, perplexity_rows, verdict
 
 PICTURE = "loss_by_position.png"
@@ -36,8 +37,15 @@ def card(results: Results) -> str:
     head = metadata(results)
     results = without_paths(results)
     schemes = results["scheme"].get("schemes", [results["scheme"]])  # the list of a mixture
-    return filled(
-        "card.md",
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"plain": plain, "code": code, "fenced": fenced, "table": table}
+    return environment.get_template("card.md").render(
         **{"calibration": None} | results,
         metadata=head.to_yaml(),
         title=title_of(results),

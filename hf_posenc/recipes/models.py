@@ -187,20 +187,9 @@ def check_vocabulary(model: PreTrainedModel, *texts: list[Document]) -> None:
 
 
 def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Return whether positions that start again begin a new document, which does not attend to the one before.
-
-    This is measured: the last two of four tokens must not depend on the first two. False for models whose attention
-    mask does not take positions into account; patched, they may refuse such positions.
-    """
-    if patch_of(model) is not None:
-        family = family_of(model.config)
-        if family.joins_documents and not family.positions_in_mask:
-            return False
-    tokens = torch.tensor([[0, 1, 4, 5], [2, 3, 4, 5]], device=model.device)
-    positions = torch.tensor([[0, 1, 0, 1]], device=model.device).expand(2, -1)
-    with torch.no_grad():
-        logits_1, logits_2 = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 2:]
-    return torch.allclose(logits_1, logits_2, atol=1e-5)
+    """Return whether positions that start again begin a new document, which does not attend to the one before."""
+    family, is_patched = family_of(model.config), patch_of(model) is not None
+    return not family.hybrid and (not family.joins_documents or (is_patched and family.positions_in_mask))
 
 
 # ------------------------------------------------------------------------------------------------------------- schemes
@@ -246,18 +235,6 @@ def _instances(content: object) -> list[Any]:
         else item
         for item in (content if isinstance(content, list) else [content])
     ]
-
-
-def patch_and_verify(model: nn.Module, schemes: Schemes, seed: int) -> str:
-    """Patch a model in place and return the report of `verify`.
-
-    Raises:
-        RuntimeError: if a layer does not respond to its positions.
-    """
-    hf_posenc.patch_model(model, schemes, seed=seed)
-    if not (report := hf_posenc.verify(model)):
-        raise RuntimeError(f"the patch does not do what it should:\n{report}")
-    return str(report)
 
 
 def schemes_to_json(schemes: Schemes) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ import hf_posenc
 from hf_posenc import Matching
 
 from ..analysis import plots
-from ..core.command_arguments import Dtype
 from ..core.registry import family_for
 from ..families.base import language_config
 from ..model.patch_record import keeps_positions
@@ -30,9 +29,9 @@ from .corpus import Text, read_text, stream
 from .embedded import CONTEXT, FOLDER, byte_tokenizer, trained_base
 from .measurements import HeldOutArguments
 from .models import UNPATCHED, ModelArguments, SchemeArguments, Schemes, load
-from .options import Count, Natural, NotNegative, UsageError
+from .options import Count, Natural, UsageError
 from .results import Results, origin, read_json
-from .training import Teacher, TrainingArguments
+from .training import TrainingArguments
 from .training_positions import check_follows
 
 REUSED_RESULTS = ("seconds", "before", "retrieval_before", "calibration")
@@ -52,13 +51,10 @@ class SharedArguments(ModelArguments, HeldOutArguments, CalibrationArguments, Tr
         recovery_steps: number of steps, the first of --steps, that run at the length the base was trained at: short
             windows win the loss back more cheaply (default: half of --steps if the scheme replaces the base's positions
             and --train-length exceeds that length; else 0).
-        distill: weight of the KL divergence from the predictions of the unpatched base, within the length it was
-            trained at. It is added to the loss on the text; 0 turns it off.
     """
 
     lora_rank: Natural = 0
     recovery_steps: Natural | None = None
-    distill: NotNegative = 0.0
 
 
 @dataclass(kw_only=True)
@@ -69,15 +65,12 @@ class Arguments(SchemeArguments, SharedArguments):
         output: folder to write; it must be empty, or not exist yet.
         resume: go on with an interrupted run of the same arguments.
         seed: seed of everything that is random.
-        dtype: dtype of the saved weights; auto is the base's own. All is trained and measured in float32, or as
-            --mixed-precision says.
     """
 
     output: str = "runs/extend_context"
     resume: bool = False
     steps: Count = 60
     seed: int = 0
-    dtype: Dtype = "auto"
 
 
 class Shared(NamedTuple):
@@ -88,14 +81,12 @@ class Shared(NamedTuple):
         tokenizer: tokenizer of the text.
         identity: identity of this run.
         earlier: results that need not be measured again.
-        new_model: function that returns an untrained model; None for runs on a base.
     """
 
     text: Text
     tokenizer: PreTrainedTokenizerBase
     identity: Results
     earlier: Results
-    new_model: Callable[[], PreTrainedModel] | None
 
 
 def run(arguments: Arguments, shared: Shared | None = None) -> Results:
@@ -123,24 +114,24 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
     # The text and the base. What cannot work is found here, before anything that takes long.
     say(f"Reading {arguments.description}")
     if shared:
-        text, tokenizer, identity, earlier, new_model = shared
+        text, tokenizer, identity, earlier = shared
     else:
         tokenizer = load(AutoTokenizer, arguments.model) if arguments.model else byte_tokenizer()
         text = read_text(arguments, tokenizer, accelerator, arguments.tokens_to_read)
         base, names = arguments.model or str(FOLDER), models.schemes_to_json(schemes)
         identity = run_folder.identity(arguments, text, accelerator, base, scheme=names)
-        earlier, new_model = {}, None
+        earlier = {}
     if arguments.resume:
         run_folder.require_same(output, identity, "resume with those, or choose another --output")
         earlier = read_json(output / "progress.json")
     with models.without_zero3_sharding(accelerator):
-        model: PreTrainedModel = new_model() if new_model else trained_base()
+        model: PreTrainedModel = trained_base()
         if arguments.model:
             model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     trained_length = models.position_limit(model) or model.config.max_position_embeddings
     tokens = stream(text.held_out).tokens
     measurements.check_text(len(tokens), arguments.lengths[-1], trained_length if arguments.eval_every else 0)
-    swapped = check_patch(model, schemes, arguments, 0 if new_model else arguments.lengths[-1])
+    swapped = check_patch(model, schemes, arguments)
     if arguments.recovery_steps is None:
         recovers = swapped and arguments.train_length > trained_length
         arguments.recovery_steps = arguments.steps // 2 if recovers else 0
@@ -165,7 +156,7 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
         "seed": seed,
         "data": text.to_dict(),
         "base": {
-            "name": "from scratch" if new_model else arguments.model or "embedded byte-level GPT-2",
+            "name": arguments.model or "embedded byte-level GPT-2",
             "on_hub": arguments.model is not None and not Path(arguments.model).exists(),
             "model_type": model.config.model_type,
             "parameters": model.num_parameters(),
@@ -191,16 +182,16 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
         run_folder.write_progress(accelerator, output, results)
     set_seed(seed)  # the same random numbers for a resumed run, which does not measure the base again
 
-    # Patch it. What calibration and fine-tuning compare with is taken from the base before that.
+    # Patch it. What calibration compares with is taken from the base before that.
     if windows is not None and "calibration" not in results:
         length = min(windows.shape[1], len(tokens))
         calibration_loss = measurements.held_out_loss(tokens, length, progress=accelerator.is_main_process)
         base_loss = calibration_loss(model)
-    teacher = None
-    if arguments.distill:
-        teacher = Teacher.of(model, arguments.distill, trained_length, share_weights=bool(arguments.lora_rank))
     if schemes:
-        results["verify"] = models.patch_and_verify(model, schemes, seed)
+        report = hf_posenc.verify(hf_posenc.patch_model(model, schemes, seed=seed))
+        if not report:
+            raise RuntimeError(f"the patch does not do what it should:\n{report}")
+        results["verify"] = str(report)
         say(f"Patched\n{hf_posenc.describe(model)}\n{results['verify']}")
     results["scheme"] = models.schemes_to_json(hf_posenc.schemes_of(model))
     if arguments.lora_rank:
@@ -235,19 +226,19 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
     with timed(results["seconds"], "training"):
         evaluate = measurements.held_out_loss(tokens, trained_length)
         wrapped, results["training"] = training.fine_tune(
-            accelerator, model, plan, arguments, output, teacher=teacher, evaluate=evaluate
+            accelerator, model, plan, arguments, output, evaluate=evaluate
         )
 
-    # Measure again, save, report.
+    # Measure again, and save.
     model = accelerator.unwrap_model(wrapped)
     measure("after", "the model after fine-tuning")
-    models.save(accelerator, wrapped, tokenizer, output, saved_dtype(arguments.dtype, arguments.model))
-    if new_model is None and accelerator.is_main_process:
+    # All is trained and measured in float32, or as --mixed-precision says.
+    dtype = language_config(models.stock_config(arguments.model)).dtype if arguments.model else None
+    models.save(accelerator, wrapped, tokenizer, output, dtype or torch.float32)
+    if accelerator.is_main_process:
         if schemes:
             model_card.write(output / "model", results)
-        run_report.write(output / "report.html", results)
         print(f"\n{run_report.as_text(results)}\n\n{run_report.verdict(results)}\nAll is in {output}")
-    if accelerator.is_main_process:
         run_folder.finish(output, results)
     accelerator.wait_for_everyone()
     return results
@@ -270,7 +261,7 @@ def check_arguments(arguments: Arguments) -> Schemes:
     Raises:
         UsageError: if the arguments cannot work.
     """
-    plots.check_installed()  # the report and the card are drawn at the end
+    plots.check_installed()  # the card has a picture
     if arguments.learning_rate is None:
         arguments.learning_rate = PLAIN_RATE if arguments.calibrate == "none" else CALIBRATED_RATE
     check_training(arguments)
@@ -300,13 +291,10 @@ def check_training(arguments: SharedArguments) -> None:
         clashes = {
             "--packing documents": arguments.packing == "documents",
             "--context-parallel": arguments.context_parallel > 1,
-            "--distill": arguments.distill > 0,
             "--recovery-steps for all --steps": arguments.recovery_steps == steps,
         }
         for other in (name for name, given in clashes.items() if given):
             raise UsageError(f"--pose-length cannot be combined with {other}")
-    if arguments.distill and arguments.context_parallel > 1:
-        raise UsageError("--context-parallel cannot be combined with --distill: the teacher reads whole windows")
     if (arguments.recovery_steps or 0) > steps:
         raise UsageError(f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {steps}, not more")
     # accelerate would go on without it
@@ -314,14 +302,13 @@ def check_training(arguments: SharedArguments) -> None:
         raise UsageError(f"--tracker {arguments.tracker}: pip install {arguments.tracker}")
 
 
-def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, measured: int) -> bool:
+def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments) -> bool:
     """Patch the model on trial, so that schemes that do not fit are refused before anything is measured.
 
     Args:
         model: stock model.
         schemes: schemes to patch in.
         arguments: checked options.
-        measured: longest length that the patched model must be able to read.
 
     Returns:
         Whether the schemes replace positions of the base; False if they keep them, at most stretched.
@@ -330,10 +317,9 @@ def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, 
         UsageError: if there are too few positions, or attention would cross from one packed document to another.
     """
     trained = max(arguments.train_length, arguments.pose_length or 0)
-    longest = max(trained, measured)
     with hf_posenc.patched(model, schemes, seed=arguments.seed) if schemes else nullcontext():
         limit = models.position_limit(model)
-        needed = longest if schemes else trained
+        needed = max(trained, arguments.lengths[-1]) if schemes else trained
         if limit is not None and limit < needed:
             raise UsageError(
                 f"--scheme {arguments.scheme} ends at {limit} positions, --train-length, --lengths, --pose-length "
@@ -347,10 +333,3 @@ def check_patch(model: PreTrainedModel, schemes: Schemes, arguments: Arguments, 
         if arguments.pose_length is not None:
             check_follows(model, arguments.pose_length)
         return not keeps_positions(model)
-
-
-def saved_dtype(name: Dtype, model: str | None) -> torch.dtype:
-    """Return the dtype that `--dtype` names for the saved model; auto is the dtype of the base's checkpoint."""
-    if name != "auto":
-        return getattr(torch, name)
-    return (model and language_config(models.stock_config(model)).dtype) or torch.float32

@@ -1,7 +1,5 @@
-"""Files of the recipes: safe writing, templates, how and where a run was made, and removal of this machine's paths."""
+"""Files of the recipes: safe writing, how and where a run was made, and removal of this machine's paths."""
 
-import base64
-import io
 import json
 import platform
 import subprocess
@@ -10,11 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
 import datasets
-import jinja2
 import peft
 import torch
 import transformers
@@ -23,10 +20,6 @@ from accelerate import Accelerator
 import hf_posenc
 
 from ..checkpoints import files
-from ..checkpoints.cards import code, fenced, plain
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Results = dict[str, Any]
 """Results of a run, or a part of them, ready for JSON."""
@@ -48,35 +41,10 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def filled(template: str, **values: object) -> str:
-    """Fill a template of `templates/` with values. HTML templates escape them; Markdown templates use filters.
-
-    Raises:
-        UndefinedError: if a value that the template needs is missing.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=template.endswith(".html"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {"plain": plain, "code": code, "fenced": fenced, "table": table, "png": png}
-    return environment.get_template(template).render(values)
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table. The first row is the header."""
     head, *body = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
-
-
-def png(figure: "Figure") -> str:
-    """Return a matplotlib figure as a PNG in base64."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def origin(recipe: str, arguments: Any, accelerator: Accelerator) -> Results:

@@ -31,27 +31,27 @@ CALIBRATION_STATE = "calibration.state.pt"
 # Options that change no result: where it is written, what happens to the weights, what is saved and shown meanwhile.
 # Of some the identity has a digest or the run's own value instead. All other options, new ones too, are part of it.
 NOT_PART = (
-    *("output", "resume", "keep_weights", "dtype", "save_every", "tracker"),
-    *("data", "model", "tokenizer", "variants", "schemes", "seeds", "scheme_args"),
+    *("output", "resume", "keep_weights", "save_every", "tracker"),
+    *("data", "model", "variants", "seeds", "scheme_args"),
 )
 CHECKPOINT_FILES = ("config.json", "*.safetensors", "*.bin", "*.index.json")
 
 # ------------------------------------------------------------------------------------------------------------- identity
 
 
-def identity(arguments: Any, text: Text, accelerator: Accelerator, base: str | None, **more: object) -> Results:
+def identity(arguments: Any, text: Text, accelerator: Accelerator, base: str, **more: object) -> Results:
     """Return the identity of a run, ready for JSON.
 
     Args:
         arguments: checked options of the recipe.
         text: text that the run reads.
         accelerator: accelerator of the processes, whose number and precision change results.
-        base: folder or Hub id of the base; None for a run from scratch.
+        base: folder or Hub id of the base.
         **more: other entries: `scheme` with all its hyper-parameters, and in a sweep `variant` and `seed`.
     """
     entries = {name: value for name, value in asdict(arguments).items() if name not in NOT_PART} | more
     entries |= {"mixed_precision": accelerator.mixed_precision, "processes": accelerator.num_processes}
-    entries |= {"text": text.digest()} | ({} if base is None else {"base": digest_of(base)})
+    entries |= {"text": text.digest(), "base": digest_of(base)}
     return dict(json.loads(json.dumps(entries)))
 
 

@@ -1,13 +1,9 @@
-"""The report of a run, one HTML file made from results.json alone, and the tables and sentences in it."""
+"""What a run says when it ends, and its model card: tables and sentences made from results.json alone."""
 
-import json
-import shlex
 import statistics
 from collections.abc import Iterable
-from pathlib import Path
 
-from ..analysis import plots
-from .results import Results, filled, without_paths, write_text
+from .results import Results
 
 Rows = list[tuple[str, ...]]
 """Cells of a table by rows; the first row is the header."""
@@ -32,16 +28,6 @@ def accuracy_by_length(cells: Iterable[Results]) -> dict[int, float]:
     for cell in cells:
         by_length.setdefault(cell["length"], []).append(cell["accuracy"])
     return {length: statistics.fmean(values) for length, values in sorted(by_length.items())}
-
-
-def curves_by_length(results: Results) -> dict[str, list[tuple[float, float]]]:
-    """Return label -> curve over length, for both perplexities before and after the run."""
-    curves = {
-        f"{time}, {name}": [(row["length"], row[method]["perplexity"]) for row in results[time] if method in row]
-        for time in ("before", "after")
-        for method, name in METHODS
-    }
-    return {label: points for label, points in curves.items() if points}
 
 
 def curves_by_position(results: Results) -> dict[str, list[tuple[int, int, float]]]:
@@ -88,6 +74,10 @@ def as_text(results: Results) -> str:
         lines.append(f"{length:>10}  {values[0]:>12} {values[1]:>9}  {values[2]:>14} {values[3]:>9}")
     reasons = [row["impossible"] for row in results["before"] if "impossible" in row]
     lines += [f"\n-: the base cannot run at that length: {reason}" for reason in reasons[:1]]
+    for when in ("before", "after") if results.get("retrieval_after") else ():
+        copied = accuracy_by_length(results[f"retrieval_{when}"])
+        shares = ", ".join(f"{length}: {share:.2f}" for length, share in copied.items())
+        lines.append(f"induction copy, right tokens by length, {when}: {shares or '-'}")
     return "\n".join([*lines, "", calibration_line(results["calibration"])])
 
 
@@ -132,27 +122,3 @@ def verdict(results: Results) -> str:
         worse = ": that is worse" if after[longer] > now * (1 + HOLDS) else ""
         text += f" At {longer} tokens it has {after[longer]:.2f}, {of_base}{worse}."
     return text
-
-
-# ----------------------------------------------------------------------------------------------------------- the report
-
-
-def write(path: Path, results: Results) -> None:
-    """Write the report of a run of `extend`. It names no folder of this machine."""
-    results = without_paths(results)
-    training = results["training"]
-    page = filled(
-        "report.html",
-        **{"retrieval_after": None, "calibration": None} | results,
-        plots=plots,
-        verdict=verdict(results),
-        perplexities=perplexity_rows(results),
-        by_length=curves_by_length(results),
-        by_position=curves_by_position(results),
-        calibration_line=calibration_line(results["calibration"]) if "calibration" in results else None,
-        losses=list(enumerate(training["loss"], start=1)),
-        recovery=[(point["tokens"], point["loss"]) for point in training["curve"]],
-        command_line=shlex.join(results["command"]),
-        made_with=json.dumps({key: results[key] for key in ("versions", "hardware", "git")}, indent=2),
-    )
-    write_text(path, page)

@@ -138,9 +138,8 @@ def test_shared_sequences_in_bfloat16(pair, case):
 
 
 @pytest.mark.parametrize("case", ["rope", "shaw"])
-def test_adapters_and_embedded_inputs_are_shared(pair, case):
+def test_adapters_are_shared(pair, case):
     assert_equal(pair.run(compare_context_parallel, "llama", case, lora=True))
-    assert_equal(pair.run(compare_context_parallel, "llama", case, embedded=True))
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,6 @@ def compare_context_parallel(
     length: int = 22,
     checkpointing: bool = False,
     lora: bool = False,
-    embedded: bool = False,
     **more: Any,
 ) -> dict[str, float]:
     """Differences between one process and a sequence shared by all: of logits, loss and gradients."""
@@ -123,8 +122,6 @@ def compare_context_parallel(
             warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers in an old way
             torch.manual_seed(0)
             model = get_peft_model(model, hf_posenc.lora_config(model, init_lora_weights=False))
-    if embedded:
-        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
     logits, loss, gradients = one_process(model, batch)
     if checkpointing:
         (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()

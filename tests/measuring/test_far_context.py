@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_posenc.evaluation import effective_length, repeat_gain
+from hf_posenc.evaluation import repeat_gain
 
 VOCABULARY = 30
 # Losses of float32 logits against float64 ones: a few round-offs of 6e-8 on numbers below 10.
@@ -50,57 +50,39 @@ def error(values):
 
 
 def test_repeat_gain_is_that_of_a_loop():
-    passage, lead, trials, distances = 5, 3, 4, [5, 9, 16]
-    tokens = text(lead + max(distances) + passage + trials - 1)  # so that every place is taken once
+    passage, trials, distances = 5, 4, [5, 9, 16]
+    tokens = text(max(distances) + passage + trials - 1)  # so that every place is taken once
     words, model = tokens.tolist(), Copying(sure=4.0, reach=12)
-    for row, distance in zip(
-        repeat_gain(model, tokens, distances=distances, passage=passage, lead=lead, trials=trials, batch_size=3),
-        distances,
-        strict=True,
-    ):
+    rows = repeat_gain(model, tokens, distances=distances, passage=passage, trials=trials, batch_size=3)
+    for row, distance in zip(rows, distances, strict=True):
         losses = []
-        for place in range(lead, lead + trials):
+        for place in range(trials):
             again = words[place : place + passage]
-            context = words[place - lead : place + distance] + again
+            context = words[place : place + distance] + again
             other = words[place + distance : place + distance + passage]
-            without = words[place - lead : place] + other + words[place + passage : place + distance] + again
-            scored = range(lead + 1, lead + passage)  # nothing repeats before the second token of a passage
+            without = other + words[place + passage : place + distance] + again
+            scored = range(distance + 1, distance + passage)  # nothing repeats before the second token of a passage
             losses.append(
-                [
-                    sum(model.loss(words, index + shift) for index in scored) / (passage - 1)
-                    for words, shift in ((context, 0), (context, distance), (without, distance))
-                ]
+                [sum(model.loss(words, index) for index in scored) / (passage - 1) for words in (context, without)]
             )
-        first, second, unseen = (sum(column) / trials for column in zip(*losses, strict=True))
-        assert (row.first, row.second, row.unseen) == pytest.approx((first, second, unseen), rel=TOLERANCE)
-        assert (row.gain, row.gain_in_place) == pytest.approx((first - second, unseen - second), abs=TOLERANCE)
-        assert row.gain_error == pytest.approx(error([one - two for one, two, _ in losses]), rel=1e-4)
-        assert row.gain_in_place_error == pytest.approx(error([three - two for _, two, three in losses]), rel=1e-4)
+        second, unseen = (sum(column) / trials for column in zip(*losses, strict=True))
+        assert (row.second, row.unseen) == pytest.approx((second, unseen), rel=TOLERANCE)
+        assert row.gain == pytest.approx(unseen - second, abs=TOLERANCE)
+        assert row.error == pytest.approx(error([two - one for one, two in losses]), rel=1e-4)
         assert (row.gain > 0.3) == (distance <= model.reach)  # 3 of 4 tokens can be copied, within reach
 
 
 def test_what_reads_no_context_gains_nothing():
-    tokens, options = text(400), {"distances": [32, 64], "passage": 16, "lead": 8}
-    for row in repeat_gain(Copying(), tokens, trials=3, **options):
-        assert (row.gain, row.gain_in_place) == pytest.approx((0, 0), abs=TOLERANCE)
-
-
-def test_effective_length_is_the_last_before_the_first_that_fails():
-    losses = {256: 1.62, 512: 1.55, 1024: 1.58, 2048: 1.9, 4096: 1.56}
-    assert effective_length(losses, at_most=1.60) == 1024  # 256 has too little context; 4096 comes after a failure
-    assert effective_length(losses, at_most=1.0) is None
-    assert effective_length({4096: 0.86, 8192: 0.9, 16384: 0.8}, at_least=0.856) == 8192
-    assert effective_length({64: 1.0, 128: math.nan}, at_most=2.0) == 64
-    with pytest.raises(ValueError, match="give one limit"):
-        effective_length(losses)
+    for row in repeat_gain(Copying(), text(400), distances=[32, 64], passage=16, trials=3):
+        assert row.gain == pytest.approx(0, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda model: repeat_gain(model, text(99), distances=[63]), "at least the passage, 64 tokens"),
-        (lambda model: repeat_gain(model, text(222), distances=[64]), "a text of at least 223 tokens"),
-        (lambda model: repeat_gain(model, text(99), distances=[64], trials=1), "trials must be at least 2"),
+        (lambda model: repeat_gain(model, text(158), distances=[64]), "a text of at least 159 tokens"),
+        (lambda model: repeat_gain(model, text(99), distances=[64], trials=1), "must be at least 2, not 64 and 1"),
     ],
 )
 def test_wrong_arguments(call, message):

@@ -100,7 +100,7 @@ def test_wrong_arguments(options, message):
 def measured():
     model = Bigram([[0.0, 1.0], [0.04, 0.96]])
     rows = measure_generation(model, prompts([1]) * 5, lengths=[9], temperature=2.0, batch_size=2, distributed=True)
-    gains = repeat_gain(model, torch.arange(40) % 2, distances=[4, 9], passage=3, trials=3, lead=1, distributed=True)
+    gains = repeat_gain(model, torch.arange(40) % 2, distances=[4, 9], passage=3, trials=3, distributed=True)
     return [row.to_dict() for row in [*rows, *gains]]
 
 

@@ -23,14 +23,12 @@ CURVES = {
     "alibi, sliding": [(512, 4.0), (128, 4.4), (256, 4.1)],
 }
 BINS = {"base": [(0, 1, 6.0), (1, 4, 4.0), (4, 16, 3.0)], "alibi": [(0, 1, 6.1), (1, 4, 4.2), (4, 16, 2.9)]}
-CELLS = [{"length": n, "depth": d, "accuracy": d} for n in (128, 256) for d in (0, 0.5, 1) if (n, d) != (256, 0.5)]
 
 
 def figures():
     yield "perplexity", lambda: plots.perplexity_by_length(CURVES, trained_length=256, title="Perplexity")
     yield "position", lambda: plots.loss_by_position(BINS, trained_length=8)
     yield "loss", lambda: plots.loss_curve({"base": [(0, 5.0), (1000, 4.0)]}, title="Loss")
-    yield "retrieval", lambda: plots.retrieval_heat_map(CELLS, title="Passkey")
     yield "similarity", lambda: plots.similarity_matrix(analysis.scheme_vectors("sinusoidal", 20))
     yield "decay", lambda: plots.decay_curves({s: analysis.decay(s, 30) for s in ("rope", "shaw")}, heads=True)
 
@@ -91,7 +89,6 @@ def test_scheme_pictures_are_the_numbers():
     ("call", "message"),
     [
         (lambda: plots.loss_curve({}), "nothing to draw"),
-        (lambda: plots.retrieval_heat_map([*CELLS, CELLS[0]]), "two cells"),
         (lambda: plots.save(FIGURES["loss"](), "figure.xyz"), "'xyz' is not supported"),
     ],
 )

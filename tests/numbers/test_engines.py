@@ -477,7 +477,6 @@ def test_which_engine(monkeypatch):
     model = patch_model(tiny("llama"), "alibi")
     assert which_engine(model, 1, keys=4096).engine == "decode"
     assert which_engine(model, 1, keys=512).engine == "reference"
-    assert which_engine(model, 4096, weights=True).engine == "reference"
     assert which_engine(patch_model(tiny("gemma2"), "alibi"), 4096).engine == "chunked"  # it caps its scores
     with pytest.raises(NotPatchedError):
         which_engine(tiny("llama"), 4096)

@@ -177,7 +177,7 @@ def _(folder):
     assert hf_posenc.describe(patch_model(model, "alibi")) != stock
 
 
-@shows("which_engine", "model", "length", "keys", "dtype", "dropout", "weights")
+@shows("which_engine", "model", "length", "keys", "dtype")
 def _(folder):
     model = patch_model(tiny("llama"), "alibi")
     engine = {
@@ -185,18 +185,11 @@ def _(folder):
         "long": hf_posenc.which_engine(model, 4096),
         "step": hf_posenc.which_engine(model, 1, keys=4096),
         "double": hf_posenc.which_engine(model, 4096, dtype=torch.float64),
-        "dropout": hf_posenc.which_engine(model, 4096, dropout=0.1),
-        "weights": hf_posenc.which_engine(model, 4096, weights=True),
         "model": hf_posenc.which_engine(patch_model(tiny("llama"), "shaw"), 4096),
     }
     names = {key: choice.engine for key, choice in engine.items()}
     assert names.pop("long") not in names.values()
-    for wrong in (
-        {"length": 0},
-        {"length": 8, "keys": 7},
-        {"length": 8, "dropout": 1.0},
-        {"length": 8, "dropout": -0.1},
-    ):
+    for wrong in ({"length": 0}, {"length": 8, "keys": 7}):
         refuses(ValueError, hf_posenc.which_engine, model, **wrong)
         refuses(ValueError, hf_posenc.which_engine, patch_model(tiny("llama"), "nope"), **wrong)
 

@@ -57,9 +57,9 @@ def test_windows_are_of_the_training_text_and_the_numbers_those_of_the_report(
     assert said["divergence"]["after"] < said["divergence"]["before"]
     losses = said["held_out_loss"]
     assert losses["base"] == pytest.approx(results["before"][1]["non_overlapping"]["loss"], rel=1e-6)
-    shown = (folder / "out" / "report.html").read_text() + (folder / "out" / "model" / "README.md").read_text()
+    card = (folder / "out" / "model" / "README.md").read_text()
     for value in (losses["calibrated"], said["divergence"]["after"]):
-        assert shown.count(f"{value:.3f}") >= 2  # on the page and on the card
+        assert f"{value:.3f}" in card
     assert results["arguments"]["learning_rate"] == 3e-4
     assert results["identity"]["calibrate"] == "matching"
 
@@ -80,8 +80,8 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
-    [pytest.param({}, marks=pytest.mark.slow), {"lora_rank": 2, "distill": 1}],
-    ids=["plain", "adapter and teacher"],
+    [pytest.param({}, marks=pytest.mark.slow), {"lora_rank": 2}],
+    ids=["plain", "adapter"],
 )
 def test_a_resumed_run_does_not_calibrate_again(recipe, tiny_checkpoints, text, monkeypatch, calls, extra):
     """Stopped in the middle of the calibration, and before the first step: the same numbers and weights as in one go."""
@@ -157,7 +157,6 @@ def test_nothing_is_calibrated_where_nothing_is_lost(recipe, tiny_checkpoints, t
     assert results["calibration"]["method"] == "none"
     assert results["calibration"]["why"] == why
     assert f"not calibrated: {why}" in capsys.readouterr().out
-    assert f"not calibrated: {why}." in (folder / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ class Run:
 EXTRA = {
     "extend_context": lambda folder: {"scheme": "shaw"},
     "compare_schemes": lambda folder: {"variants": "shaw", "seeds": "0"},
-    "pretrain": lambda folder: {"schemes": "shaw", "seeds": "0", "layers": 1, "width": 16, "heads": 2},
     "evaluate": lambda folder: {},
     "calibrate": lambda folder: {"scheme": "shaw", "length": 16, "windows": 12, "steps": 2},
 }
@@ -146,14 +145,13 @@ def written(run):
 
 
 def dtype_of_weights(run):
-    """It is that of the saved weights, also where a LoRA adapter is merged into them; by default the base's own."""
+    """Saved weights have the dtype of the base's, also where a LoRA adapter is merged into them."""
     half = {"model": run.folder / "half"}
     AutoModelForCausalLM.from_pretrained(run.folder / "llama").half().save_pretrained(half["model"])
     AutoTokenizer.from_pretrained(run.folder / "llama").save_pretrained(half["model"])
     cases = (
         ({}, "float32"),
         (half, "float16"),
-        (half | {"dtype": "bfloat16"}, "bfloat16"),
         (half | {"lora_rank": 1}, "float16"),
     )
     for number, (changes, expected) in enumerate(cases):
@@ -177,14 +175,6 @@ def lists(name, one, two):
         assert len(run(**{name: two})[0]) == 2
 
     return check
-
-
-def other_tokenizer(run):
-    """One that ends no document."""
-    tokenizer = module_of("embedded").byte_tokenizer()
-    tokenizer.eos_token = tokenizer.bos_token = None
-    tokenizer.save_pretrained(run.folder / "tokenizer")
-    return run.folder / "tokenizer"
 
 
 def steps_of_calibration(run):
@@ -252,7 +242,6 @@ SHARED = {
     "recovery_steps": numbers(recovery_steps=3),
     "model": OTHER_MODEL,
     "lora_rank": numbers(lora_rank=2),
-    "distill": numbers(distill=1),
     "output": written,
 }
 ROWS = {
@@ -262,22 +251,11 @@ ROWS = {
         "scheme_args": numbers(scheme_args="max_distance=4"),
         "seed": numbers(seed=1),
         "resume": refused("there is no interrupted run in", resume="true"),
-        "dtype": dtype_of_weights,
+        "model": dtype_of_weights,
     },
     "compare_schemes": {
-        "distill": numbers({"variants": "shaw+distill"}, distill=2),
         "variants": lists("variants", "shaw", "shaw alibi"),
         "seeds": lists("seeds", "0", "0 1"),
-        "keep_weights": kept_weights,
-    },
-    "pretrain": {
-        "schemes": lists("schemes", "shaw", "shaw alibi"),
-        "seeds": lists("seeds", "0", "0 1"),
-        "scheme_args": numbers(scheme_args="max_distance=4"),
-        "tokenizer": numbers(tokenizer=other_tokenizer),
-        "layers": numbers(layers=2),
-        "width": numbers(width=32),
-        "heads": numbers(heads=1),
         "keep_weights": kept_weights,
     },
     "evaluate": {
@@ -306,7 +284,7 @@ ROWS = {
         "output": written,
     },
 }
-"""Recipe -> option -> what it does. Two recipes share options with `extend`, and have rows of their own here."""
+"""Recipe -> option -> what it does. `compare` shares options with `extend`, and has rows of its own here."""
 
 
 def rows_of_options():
@@ -314,7 +292,7 @@ def rows_of_options():
     seen = set()
     for recipe, rows in ROWS.items():
         for name, row in rows.items():
-            slow = recipe in ("compare_schemes", "pretrain") or id(row) in seen
+            slow = recipe == "compare_schemes" or id(row) in seen
             seen.add(id(row))
             yield pytest.param(recipe, name, marks=[pytest.mark.slow] if slow else [], id=f"{recipe}-{name}")
 
@@ -340,7 +318,7 @@ MOST_OPTIONS = 40
 
 @pytest.mark.parametrize("recipe", ROWS)
 def test_every_option_of_a_recipe_has_a_row(recipes, recipe):
-    shared = SHARED if recipe in ("compare_schemes", "pretrain") else {}
+    shared = SHARED if recipe == "compare_schemes" else {}
     names = {field.name for field in dataclasses.fields(module_of(recipe).Arguments)}
     assert set(ROWS[recipe]) <= names <= set(ROWS[recipe]) | set(shared)
     assert len(names) <= MOST_OPTIONS

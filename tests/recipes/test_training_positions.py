@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from recipe_runs import assert_same_weights, in_process, metrics, options, stopped_at
-from situations import patched_model
 
 import hf_posenc
 
@@ -53,27 +52,6 @@ def test_positions_depend_on_seed_and_window_alone(positions):
     assert 0 <= whole["position_ids"].min() <= whole["position_ids"].max() < 500
 
 
-def test_a_skip_is_no_new_document(positions):
-    """The model computes with the distances of the skipped positions, and sees across them."""
-    torch.manual_seed(0)
-    model = patched_model("alibi", "llama")
-    tokens = torch.randint(50, (1, 6))
-    inputs = {
-        "position_ids": torch.tensor([[0, 1, 2, 40, 41, 42]]),
-        "attention_mask": torch.ones(1, 6, dtype=torch.long),
-    }
-    changed = tokens.clone()
-    changed[0, 0] += 1
-    with torch.no_grad():
-        skipped, plain, other = (
-            model(input_ids=tokens, **inputs, use_cache=False).logits,
-            model(input_ids=tokens, use_cache=False).logits,
-            model(input_ids=changed, **inputs, use_cache=False).logits,
-        )
-    assert not torch.allclose(skipped[:, -1], plain[:, -1], atol=1e-4)
-    assert not torch.equal(skipped[:, -1], other[:, -1])
-
-
 def test_resuming_is_exact(recipe, tiny_checkpoints, text, monkeypatch):
     """A run with random positions ends with the same bits after a stop. Recovery steps have plain positions."""
     training, folder = importlib.import_module("hf_posenc.recipes.training"), tiny_checkpoints
@@ -106,25 +84,6 @@ def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text):
     assert_same_weights(folder / "one", folder / "two", 1e-5)
 
 
-@pytest.mark.slow
-def test_pretraining_takes_positions(recipes, tiny_checkpoints, text, capsys):
-    """The default table of `learned` is as long as the positions; a shorter one, and a scheme without any, are refused."""
-    pretrain, folder = importlib.import_module("hf_posenc.recipes.pretrain"), tiny_checkpoints
-    shape = {"seeds": 0, "steps": 2, "lengths": 16, "layers": 1, "width": 16, "heads": 2, **POSE}
-    shape |= dict.fromkeys(("model", "calibrate", "recovery_steps"))
-    pretrain.main(options(folder, text, folder / "out", schemes="learned", **shape))
-    results = json.loads((folder / "out/runs/learned/seed-0/results.json").read_text())
-    assert results["scheme"]["num_positions"] == 100
-    for wrong, message in (
-        ({"schemes": "learned", "scheme_args": "num_positions=64"}, "--scheme learned ends at 64 positions"),
-        ({"schemes": "nope"}, "this model does not look at positions"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            pretrain.main(options(folder, text, folder / "wrong", **wrong, **shape))
-        assert stop.value.code == 2
-        assert message in " ".join(capsys.readouterr().err.split())
-
-
 WRONG = {
     "too short": ({"pose_length": 48}, "--pose-length 48 must be above --train-length 48"),
     "documents": ({**POSE, "packing": "documents"}, "cannot be combined with --packing documents"),
@@ -132,7 +91,6 @@ WRONG = {
         {**POSE, "context_parallel": 2},
         "--pose-length cannot be combined with --context-parallel",
     ),
-    "a teacher": ({**POSE, "distill": 1}, "--pose-length cannot be combined with --distill"),
     "only recovery": (
         {**POSE, "recovery_steps": 6},
         "--pose-length cannot be combined with --recovery-steps for all",
