@@ -3,8 +3,9 @@
 Put your checkpoint for "gpt2" and your text for "book.txt", then run `python recipes/trainer_example.py`. Trainer sees an
 ordinary model: its checkpoints load as what they are, and resuming is exact.
 
-The recipes have a loop of their own, hf_posenc/recipes/training.py, for what Trainer does not do: phases at different lengths,
-and windows that stay the same on any number of processes. If you need none of these, this file is enough.
+The recipes have a loop of their own, hf_posenc/recipes/training.py, for what Trainer does not do: phases at different lengths, the base as
+a teacher, rates that are tried and taken back, and windows that stay the same on any number of processes. If you need none of these,
+this file is enough.
 """
 
 from pathlib import Path

@@ -6,7 +6,7 @@ other arguments, another text or another base is refused.
 
 Examples:
   hf-posenc compare --model gpt2 --data book.txt --variants unpatched alibi rope-yarn t5 --seeds 0 1 2
-  hf-posenc compare --model gpt2 --data book.txt --variants t5 t5+uncalibrated --recovery-steps 50
+  hf-posenc compare --model gpt2 --data book.txt --variants t5 t5+uncalibrated t5+distill --recovery-steps 50
   accelerate launch -m hf_posenc.recipes.compare_schemes --config compare.yaml      # on many GPUs
 """
 
@@ -28,14 +28,14 @@ from . import models, one_run, program, run_folder, training
 from .corpus import read_text
 from .models import UNPATCHED, load
 from .one_run import SharedArguments
-from .options import UsageError, parse
+from .options import NotNegative, UsageError, parse
 from .results import Results, last_name, read_json, table, without_paths, write_json, write_text
 from .run_report import METHODS, accuracy_by_length
 
 Variants = dict[str, tuple[models.Schemes, dict[str, Any]]]
 """Variant -> its schemes, none for a control, and its own options of `extend`."""
 STRETCHED_ROPE = {kind: f"rope-{kind}" for kind in ("linear", "dynamic", "yarn")}
-VARIANT_OPTIONS = ("trainable", "uncalibrated")
+VARIANT_OPTIONS = ("trainable", "uncalibrated", "distill")
 
 
 @dataclass(kw_only=True)
@@ -44,8 +44,9 @@ class Arguments(SharedArguments):
 
     Args:
         variants: what to compare: a scheme, or JSON as of --scheme in `extend`; unpatched; or rope-linear,
-            rope-dynamic, rope-yarn (RoPE stretched to --train-length). Append +trainable (trainable=true) or
-            +uncalibrated (--calibrate none, the plain swap).
+            rope-dynamic, rope-yarn (RoPE stretched to --train-length). Append +trainable (trainable=true),
+            +uncalibrated (--calibrate none, the plain swap) or +distill (divergence from the base, with weight
+            --distill).
         seeds: seeds to run every variant with.
         keep_weights: keep the checkpoint of every run, not only its results.
         output: folder of the comparison.
@@ -55,6 +56,7 @@ class Arguments(SharedArguments):
     variants: list[str] | tuple[str, ...] = (UNPATCHED, "nope", "alibi", "rope-yarn")
     seeds: list[int] | tuple[int, ...] = (0, 1, 2)
     keep_weights: bool = False
+    distill: NotNegative = 1.0
     output: str = "runs/compare_schemes"
 
 
@@ -114,7 +116,8 @@ def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
         if models.is_mixture(name):
             raise UsageError(f"--variants {variant}: write trainable into the JSON of a mixture, instead of +trainable")
         hyperparameters.append("trainable=true")
-    own = {"scheme": scheme, "scheme_args": hyperparameters}
+    distill = arguments.distill if "distill" in options else 0.0
+    own = {"scheme": scheme, "scheme_args": hyperparameters, "distill": distill}
     return own | ({"calibrate": "none"} if "uncalibrated" in options else {})
 
 

@@ -29,9 +29,9 @@ from .corpus import Text, read_text, stream
 from .embedded import CONTEXT, FOLDER, byte_tokenizer, trained_base
 from .measurements import HeldOutArguments
 from .models import UNPATCHED, ModelArguments, SchemeArguments, Schemes, load
-from .options import Count, Natural, UsageError
+from .options import Count, Natural, NotNegative, UsageError
 from .results import Results, origin, read_json
-from .training import TrainingArguments
+from .training import Teacher, TrainingArguments
 from .training_positions import check_follows
 
 REUSED_RESULTS = ("seconds", "before", "retrieval_before", "calibration")
@@ -51,10 +51,13 @@ class SharedArguments(ModelArguments, HeldOutArguments, CalibrationArguments, Tr
         recovery_steps: number of steps, the first of --steps, that run at the length the base was trained at: short
             windows win the loss back more cheaply (default: half of --steps if the scheme replaces the base's positions
             and --train-length exceeds that length; else 0).
+        distill: weight of the KL divergence from the predictions of the unpatched base, within the length it was
+            trained at. It is added to the loss on the text; 0 turns it off.
     """
 
     lora_rank: Natural = 0
     recovery_steps: Natural | None = None
+    distill: NotNegative = 0.0
 
 
 @dataclass(kw_only=True)
@@ -182,11 +185,14 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
         run_folder.write_progress(accelerator, output, results)
     set_seed(seed)  # the same random numbers for a resumed run, which does not measure the base again
 
-    # Patch it. What calibration compares with is taken from the base before that.
+    # Patch it. What calibration and fine-tuning compare with is taken from the base before that.
     if windows is not None and "calibration" not in results:
         length = min(windows.shape[1], len(tokens))
         calibration_loss = measurements.held_out_loss(tokens, length, progress=accelerator.is_main_process)
         base_loss = calibration_loss(model)
+    teacher = None
+    if arguments.distill:
+        teacher = Teacher.of(model, arguments.distill, trained_length, share_weights=bool(arguments.lora_rank))
     if schemes:
         report = hf_posenc.verify(hf_posenc.patch_model(model, schemes, seed=seed))
         if not report:
@@ -226,7 +232,7 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
     with timed(results["seconds"], "training"):
         evaluate = measurements.held_out_loss(tokens, trained_length)
         wrapped, results["training"] = training.fine_tune(
-            accelerator, model, plan, arguments, output, evaluate=evaluate
+            accelerator, model, plan, arguments, output, teacher=teacher, evaluate=evaluate
         )
 
     # Measure again, and save.
@@ -291,10 +297,13 @@ def check_training(arguments: SharedArguments) -> None:
         clashes = {
             "--packing documents": arguments.packing == "documents",
             "--context-parallel": arguments.context_parallel > 1,
+            "--distill": arguments.distill > 0,
             "--recovery-steps for all --steps": arguments.recovery_steps == steps,
         }
         for other in (name for name, given in clashes.items() if given):
             raise UsageError(f"--pose-length cannot be combined with {other}")
+    if arguments.distill and arguments.context_parallel > 1:
+        raise UsageError("--context-parallel cannot be combined with --distill: the teacher reads whole windows")
     if (arguments.recovery_steps or 0) > steps:
         raise UsageError(f"--recovery-steps {arguments.recovery_steps} are the first of all --steps {steps}, not more")
     # accelerate would go on without it

@@ -16,6 +16,7 @@ Count = Annotated[int, at_least(int, 1)]
 Natural = Annotated[int, at_least(int, 0)]
 Length = Annotated[int, at_least(int, 2)]
 Positive = Annotated[float, at_least(float, 0, above=True)]
+NotNegative = Annotated[float, at_least(float, 0)]
 T = TypeVar("T")
 
 

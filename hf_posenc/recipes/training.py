@@ -1,9 +1,10 @@
 """The fine-tuning loop of the recipes, on one process or many.
 
-transformers' Trainer lacks two things that the recipes need: phases of different context lengths, and processes that
-share a sequence. The order of the windows does not depend on the number of processes.
+transformers' Trainer lacks three things that the recipes need: phases of different context lengths, a teacher, and
+processes that share a sequence. The order of the windows does not depend on the number of processes.
 """
 
+import copy
 import logging
 import math
 import os
@@ -193,6 +194,44 @@ def phases(
     return plan
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """The unpatched base, whose predictions win back the loss that a swap of positions costs.
+
+    Attributes:
+        model: frozen copy of the stock model, in eval mode.
+        weight: weight of the divergence from its predictions.
+        trained_length: context length that it was trained at. It reads only so many tokens of a sequence.
+    """
+
+    model: nn.Module
+    weight: float
+    trained_length: int
+
+    @classmethod
+    def of(cls, model: nn.Module, weight: float, trained_length: int, *, share_weights: bool) -> "Teacher":
+        """Copy a stock model before it is patched. With LoRA its weights are shared, because they are not trained."""
+        memo = {id(parameter): parameter for parameter in model.parameters()} if share_weights else {}
+        teacher = copy.deepcopy(model, memo).eval()
+        return cls(teacher if share_weights else teacher.requires_grad_(False), weight, trained_length)
+
+    def divergence(self, logits: Tensor, batch: dict[str, Tensor], targets: Tensor) -> Tensor:
+        """Return the weighted KL divergence from the teacher's predictions, summed over the targets, in nats.
+
+        Args:
+            logits: (B, T, V) logits of the model.
+            batch: `input_ids` `(B, T)` and, for packed documents, `position_ids`.
+            targets: `(B, T)`, IGNORED where nothing is predicted.
+        """
+        length = self.trained_length
+        with torch.no_grad():
+            read = {name: tensor[:, :length] for name, tensor in batch.items()}
+            target = self.model(**read, use_cache=False).logits.float().log_softmax(-1)
+        predicted = logits[:, :length].float().log_softmax(-1)
+        divergence = F.kl_div(predicted, target, log_target=True, reduction="none").sum(-1)
+        return self.weight * divergence[targets[:, :length] != IGNORED].sum()
+
+
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 Group = tuple[torch.distributed.ProcessGroup | None, int]
@@ -238,6 +277,7 @@ def fine_tune(
     arguments: TrainingArguments,
     folder: Path,
     *,
+    teacher: Teacher | None = None,
     evaluate: Callable[[nn.Module], float] | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Fine-tune a model in place. If the folder has a state, the training goes on from the newest one.
@@ -249,6 +289,7 @@ def fine_tune(
         arguments: options of the training, with a learning rate.
         folder: folder for states, `folder/state-000100` and so on. Only the newest is kept. The caller removes it once
             the results are written.
+        teacher: the teacher; None trains on the text alone.
         evaluate: function that returns the held-out loss of the model, for the recovery curve of `--eval-every`.
 
     Returns:
@@ -307,7 +348,7 @@ def fine_tune(
             for step in range(max(progress.step, phase.first_step), phase.first_step + phase.steps):
                 if arguments.eval_every and step % arguments.eval_every == 0:
                     add_curve_point()
-                loss = one_step(accelerator, wrapped, optimizer, phase, step, group)
+                loss = one_step(accelerator, wrapped, optimizer, phase, step, teacher, group)
                 schedule.step()
                 require_finite(math.isfinite(loss), f"the loss became {loss}", step + 1)
                 progress.step = step + 1
@@ -363,9 +404,10 @@ def one_step(
     optimizer: AcceleratedOptimizer,
     phase: Phase,
     step: int,
+    teacher: Teacher | None,
     group: Group,
 ) -> float:
-    """Make one optimizer step; return the mean loss per target, over all processes."""
+    """Make one optimizer step; return the mean loss per target on the text, over all processes."""
     sharing, rank = group
     per_forward = phase.rows * phase.groups
     first = (step - phase.first_step) * phase.forwards * per_forward
@@ -387,16 +429,16 @@ def one_step(
         shared = nullcontext() if sharing is None else hf_posenc.context_parallel(wrapped, sharing)
         with accelerator.accumulate(wrapped), shared:
             logits = wrapped(**batch, use_cache=False).logits
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
+            loss = text_loss = token_loss(logits, targets)
+            if teacher is not None:
+                loss = text_loss + teacher.divergence(logits, batch, targets)
             # accelerate divides the loss by the number of forward passes, and averages gradients over the processes.
             accelerator.backward(loss * (phase.forwards * accelerator.num_processes / num_targets))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(wrapped.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
-        loss_sum += loss.detach()
+        loss_sum += text_loss.detach()
     return accelerator.reduce(loss_sum, "sum").item() / num_targets
 
 
@@ -406,6 +448,11 @@ def shard(batch: dict[str, Tensor], group: torch.distributed.ProcessGroup) -> di
     sharded = hf_posenc.shard_sequence(batch, group)
     sharded["targets"] = sharded.pop("shift_labels")
     return {name: tensor for name, tensor in sharded.items() if name not in ("labels", "num_items_in_batch")}
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the negative log-likelihoods of all targets, in nats, in float32."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def all_finite(accelerator: Accelerator, model: nn.Module) -> bool:

@@ -80,8 +80,8 @@ def test_the_default_rate_depends_on_the_start(recipe, tiny_checkpoints, text):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "extra",
-    [pytest.param({}, marks=pytest.mark.slow), {"lora_rank": 2}],
-    ids=["plain", "adapter"],
+    [pytest.param({}, marks=pytest.mark.slow), {"lora_rank": 2, "distill": 1}],
+    ids=["plain", "adapter and teacher"],
 )
 def test_a_resumed_run_does_not_calibrate_again(recipe, tiny_checkpoints, text, monkeypatch, calls, extra):
     """Stopped in the middle of the calibration, and before the first step: the same numbers and weights as in one go."""

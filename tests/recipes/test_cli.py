@@ -320,7 +320,7 @@ def test_a_name_that_is_nowhere_gets_the_words_of_transformers(words, tmp_path, 
         ("extnd", "extend"),
         ("schemes yarn", 'rope with scaling={"rope_type": "yarn", "factor": 2.0}'),
         ("verify STOCK --dtyp float32", "--dtype"),
-        ("compare --model STOCK --data HERE/a.yaml --variants nope+trainble", "trainable"),
+        ("compare --model STOCK --data HERE/a.yaml --variants nope+destil", "distill"),
         ("extend --config HERE/a.yaml", "--steps"),
     ],
 )

@@ -242,6 +242,7 @@ SHARED = {
     "recovery_steps": numbers(recovery_steps=3),
     "model": OTHER_MODEL,
     "lora_rank": numbers(lora_rank=2),
+    "distill": numbers(distill=1),
     "output": written,
 }
 ROWS = {
@@ -254,6 +255,7 @@ ROWS = {
         "model": dtype_of_weights,
     },
     "compare_schemes": {
+        "distill": numbers({"variants": "shaw+distill"}, distill=2),
         "variants": lists("variants", "shaw", "shaw alibi"),
         "seeds": lists("seeds", "0", "0 1"),
         "keep_weights": kept_weights,

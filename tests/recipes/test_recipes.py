@@ -436,7 +436,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     compare = importlib.import_module("hf_posenc.recipes.compare_schemes")
     folder = tiny_checkpoints / "sweep"
     words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, lengths="16 32 64")
-    variants = ["unpatched", "alibi", "alibi+trainable", "rope-yarn"]
+    variants = ["unpatched", "alibi", "alibi+distill", "rope-yarn"]
     summary = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert set(summary["variants"]) == set(variants)
     for variant in variants:
@@ -455,7 +455,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     assert yarn["scheme"]["scaling"] == {"original_max_position_embeddings": 32, "rope_type": "yarn", "factor": 1.5}
     assert json.loads((folder / "summary.json").read_text())["variants"].keys() == summary["variants"].keys()
     printed = capsys.readouterr().out
-    assert "| alibi+trainable | 2 |" in printed
+    assert "| alibi+distill | 2 |" in printed
     # Started again, it makes only what is missing, and says the same.
     (folder / "runs" / "alibi" / "seed-1" / "results.json").unlink()
     made, run = [], compare.one_run.run
@@ -470,7 +470,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("alibi+magic", "+magic is none of +trainable, +uncalibrated"),
+        ("alibi+magic", "+magic is none of +trainable, +uncalibrated, +distill"),
         ("rope-ntk", "transformer_xl, rope-linear, rope-dynamic, rope-yarn. Did you mean rope-yarn?"),
     ],
 )

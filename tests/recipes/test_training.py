@@ -68,6 +68,7 @@ def test_position_parameters_get_no_weight_decay(
     "extra",
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"distill": 1}, id="distill", marks=pytest.mark.slow),
         pytest.param({"lora_rank": 2}, id="lora"),
     ],
 )
@@ -390,6 +391,41 @@ def test_two_processes_equal_one(recipe, recipes, tiny_checkpoints, text, scheme
     for now, then in zip(two["after"], one["after"], strict=True):
         assert now["sliding"]["tokens"] == then["sliding"]["tokens"]
         assert now["sliding"]["nll"] == pytest.approx(then["sliding"]["nll"], rel=1e-5)
+
+
+def test_the_teacher_is_the_base(training, tiny_checkpoints):
+    """Stock, frozen, of its own weights; with LoRA of the model's, which then cost nothing."""
+    tokens = torch.arange(20)[None]
+    for shared in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+        expected = model(tokens).logits
+        teacher = training.Teacher.of(model, 1.0, 32, share_weights=shared).model
+        same = {id(weight) for weight in model.parameters()} & {id(weight) for weight in teacher.parameters()}
+        assert bool(same) is shared
+        hf_posenc.patch_model(model, "alibi")
+        assert torch.equal(teacher(tokens).logits, expected)
+        assert not torch.allclose(model(tokens).logits, expected, atol=1e-3)
+
+
+def test_distillation_is_the_divergence_from_the_base(training, tiny_checkpoints):
+    """Against the sum over the vocabulary written out in float64; only inside the window, only where there is a target."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoints / "llama")
+    teacher = training.Teacher.of(model, 0.7, 8, share_weights=False)
+    hf_posenc.patch_model(model, "alibi")
+    torch.manual_seed(0)
+    tokens = torch.randint(250, (2, 12))
+    targets = torch.where(torch.rand(2, 12) < 0.3, -100, torch.randint(250, (2, 12)))
+    logits = model(tokens).logits
+    got = logits.double().softmax(-1)
+    wanted = teacher.model(tokens[:, :8]).logits.double().softmax(-1)
+    own = expected = 0.0
+    for row, place in (targets != -100).nonzero().tolist():
+        own -= got[row, place, targets[row, place]].log().item()
+        if place < 8:
+            expected += (wanted[row, place] * (wanted[row, place].log() - got[row, place].log())).sum().item()
+    assert training.token_loss(logits, targets).item() == pytest.approx(own, rel=1e-5)
+    divergence = teacher.divergence(logits, {"input_ids": tokens}, targets)
+    assert divergence.item() == pytest.approx(0.7 * expected, rel=1e-5)
 
 
 @pytest.mark.slow

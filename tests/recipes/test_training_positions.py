@@ -91,6 +91,7 @@ WRONG = {
         {**POSE, "context_parallel": 2},
         "--pose-length cannot be combined with --context-parallel",
     ),
+    "a teacher": ({**POSE, "distill": 1}, "--pose-length cannot be combined with --distill"),
     "only recovery": (
         {**POSE, "recovery_steps": 6},
         "--pose-length cannot be combined with --recovery-steps for all",
