@@ -351,7 +351,6 @@ ROWS: dict[str, Row] = {
             ("trainable", False, ValueError, ["not trained"]),
         ],
         acts={"offset": 1.0},
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
         distribution=False,
     ),
     "differential": Row(
@@ -363,7 +362,6 @@ ROWS: dict[str, Row] = {
             *[("start", value, ValueError, ["below 1"]) for value in (-0.1, 1.0, NAN)],
         ],
         acts={"start": 0.5},
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
         distribution=False,
     ),
     "dape": Row(
@@ -376,7 +374,6 @@ ROWS: dict[str, Row] = {
             *no_integer("width", 1.5),
             ("width", 2, ValueError, ["odd"]),
         ],
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
         neutral=True,
     ),
     "inkling": Row(
@@ -388,14 +385,12 @@ ROWS: dict[str, Row] = {
             *not_positive("extent", 0, -1),
             *no_integer("extent", 2.5),
         ],
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
         neutral=True,
     ),
     "gated": Row(
         variants={"": {}, "heads": {"over": "head"}},
         values={"over": ("element", "head")},
         wrong=[("over", "heads", ValueError, ["element", "head"])],
-        properties=("no", "not applicable", "not applicable", "yes", "not applicable"),
         neutral=True,
     ),
     "cope": Row(
