@@ -112,7 +112,7 @@ def _why_no_band(call: Call) -> str | None:
     if positions.aligned:
         return None
     if not can_read(positions.key_index, waiting=True):
-        return "it is not known whether positions count slots"
+        return "it is not known whether positions count slots: torch.compile cannot read them"
 
     def counted() -> bool:
         on_cpu = {name: each.cpu() for name, each in vars(positions).items() if isinstance(each, Tensor)}

@@ -372,13 +372,14 @@ def test_a_model_by_its_position_ids(family, scheme, ids, dense, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["t5", "kerple", "shaw"])
+@pytest.mark.parametrize("scheme", ["t5", "kerple", "far_rope"])
 @torch.no_grad()
 def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
     """Traced on a CPU, for one length and for any, and computed by what FlexAttention is uncompiled."""
     monkeypatch.setattr(flex, "DEVICE", "cpu")
     sizes = {"hidden_size": 128, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model, graphs = randomize(patch_model(tiny("llama", **sizes), scheme)), []
+    options = {"near": 50} if scheme == "far_rope" else {}
+    model, graphs = randomize(patch_model(tiny("llama", **sizes), scheme, **options)), []
 
     def backend(graph, inputs):
         graphs.append(graph.print_readable(print_output=False))
