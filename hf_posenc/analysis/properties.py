@@ -233,7 +233,7 @@ def _score_representation(module: ScoreModule, dims: Dims) -> Represent:
 
     def represent(positions: Tensor) -> Tensor:
         keys = key.expand(-1, -1, len(positions), -1)
-        scores = probe.scores_at(module, module.form(query), query, keys, positions, dims.head_dim**-0.5)
+        scores = probe.scores_at(module, query, keys, positions, dims.head_dim**-0.5)
         hidden = scores < torch.finfo(scores.dtype).min / 2  # outside a window: sizes of finite scores
         scores = scores.masked_fill(hidden, scores.masked_fill(hidden, 0).amin())
         return scores.flatten(0, 2).T.double()

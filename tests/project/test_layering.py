@@ -24,7 +24,7 @@ LAYERS = (
     ("classes", "api"),
     ("loading", "parallel", "calibration", "checking"),
     ("__init__",),  # collects the public names; what follows may use them
-    ("evaluation", "analysis"),
+    ("evaluation", "analysis", "testing"),
     ("theory",),
     ("recipes",),
     ("commands",),
