@@ -237,9 +237,8 @@ def attend_by_case(peer, case, copied):
     hidden = of_hidden_states(peer, lambda layer, hidden: hidden)
 
     def attend(module, query, key, value, attention_mask, *, scaling, **_):
-        layer = module.layer_idx
-        options = {"softmax_scale": scaling, "hidden": hidden[layer], **case.hyperparameters}
-        return case.attention(query, key, value, copied[layer], **options), None
+        options = {"softmax_scale": scaling, "hidden": hidden[module.layer_idx], **case.hyperparameters}
+        return case.attention(query, key, value, copied[module.layer_idx], **options), None
 
     AttentionInterface.register("by case", attend)
     peer.set_attn_implementation("by case")
@@ -293,7 +292,7 @@ def test_softpick_leaves_a_query_without_keys():
 @pytest.mark.rows(default=3, slow=9)
 @matrix(name=WEIGHTS, others=["rope", "alibi", "temperature", "far_rope"], family=["llama", "gpt2"])
 def test_what_must_hold_of_every_scheme_holds_of_them_beside_others(name, others, family):
-    """With a window and kept first tokens: keys that follow each other in a cache are then no neighbours in the text."""
+    """With kept first tokens: keys that follow each other in a cache are then no neighbours in the text."""
     others = "nope" if name == "inkling" and others in ("alibi", "far_rope") else others  # both would compute scores
     others = ["rope", Temperature("scalable", length=8)] if others == "temperature" else [others]
     check_scheme(tiny(family).double(), [*others, dataclasses.replace(WEIGHTS[name], window=9, sinks=2)])

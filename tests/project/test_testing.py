@@ -26,9 +26,7 @@ class TwoNumbers(hf_posenc.TokenModule):
         return replace(call, key_bias=call.numbers[..., 0] * call.numbers[..., 1].sigmoid())
 
 
-def weights(make):
-    """Return a module class that changes the fields of a call which `make` returns, from a parameter (H, 1, 1)."""
-
+def weights(make):  # a module class that changes the fields of a call which `make` returns, from a parameter (H, 1, 1)
     class Weights(hf_posenc.QueryModule):
         def __init__(self, dims):
             super().__init__()
