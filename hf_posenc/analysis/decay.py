@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from ..api import schemes_of
 from ..calibration.observe import observe
 from ..core.dims import Dims
-from ..core.forms import Form
 from ..core.measurement import Result
-from ..core.modules import ScoreModule, WithoutPositions, owner_of
+from ..core.modules import ON_ATTENTION, ScoreModule, WithoutPositions, owner_of, query_modules
 from ..families.base import language_config
 from ..model.base_model import BaseModel
 from ..model.eval_mode import evaluation
@@ -115,6 +114,8 @@ def model_decay(model: PreTrainedModel, tokens: Tensor, distances: int | Sequenc
 def _decay(model: PreTrainedModel, label: str, d: Tensor, tokens: Tensor | None) -> Decay:
     """Return the scores of a model, with the mean queries of a text, or with queries of equal entries."""
     base = BaseModel.of(model)
+    if any(ON_ATTENTION in query_modules(each) for each in base.modules.attentions):
+        raise ValueError(f"the scores of {label} depend on the hidden states of queries, and not on distances alone")
     if language_config(model.config)._attn_implementation == NAME:
         rows = _heads(model, base, tokens)
         if any(not isinstance(module, WithoutPositions) for module, *_ in rows):
@@ -135,18 +136,15 @@ def _decay(model: PreTrainedModel, label: str, d: Tensor, tokens: Tensor | None)
     return Decay(label, d, without if vectors is None else _scores_of_vectors(vectors, d))
 
 
-def _heads(
-    model: PreTrainedModel, base: BaseModel, tokens: Tensor | None
-) -> list[tuple[Any, Form | None, Tensor, float]]:
-    """Return for each layer its module and form, a query for each head (H, D), and the scaling of its scores."""
+def _heads(model: PreTrainedModel, base: BaseModel, tokens: Tensor | None) -> list[tuple[Any, Tensor, float]]:
+    """Return for each layer its module, a query for each head (H, D), and the scaling of its scores."""
     if tokens is None:
         (attention,), (sizes,) = base.modules.attentions, base.sizes.values()
         query = torch.full((sizes.num_heads, sizes.head_dim), sizes.head_dim**-0.25, dtype=torch.float64)
-        owner = owner_of(attention.get_submodule("posenc"))
-        return [(owner, owner.form(query[None, :, None]), query, sizes.head_dim**-0.5)]
+        return [(owner_of(attention.get_submodule("posenc")), query, sizes.head_dim**-0.5)]
     with evaluation(model):
         calls = [each.call for each in observe(model, tokens, list(base.modules.attention_of)).values()]
-    return [(call.module, call.form, call.query.double().mean((0, 2)), call.scaling) for call in calls]
+    return [(call.module, call.query.double().mean((0, 2)), call.scaling) for call in calls]
 
 
 def _distances(distances: int | Sequence[int]) -> Tensor:
@@ -166,12 +164,10 @@ def _scores_of_vectors(vectors: Tensor, distances: Tensor) -> Tensor:
     return (means[distances.abs()] / means[0])[None, None]
 
 
-def _scores_of_module(
-    module: ScoreModule, form: Form | None, query: Tensor, scaling: float, distances: Tensor
-) -> Tensor:
+def _scores_of_module(module: ScoreModule, query: Tensor, scaling: float, distances: Tensor) -> Tensor:
     """Return the scores (H, n) of a query (H, D) and a key along it at each distance; ValueError if one is negative."""
     if int(distances.min()) < 0:
         raise ValueError("the scores of this scheme are for causal attention: distances must be >= 0")
     key = query / query.norm(dim=-1, keepdim=True).clamp(min=1e-30) ** 2 / scaling
     keys = key[None, :, None].expand(-1, -1, len(distances), -1)
-    return probe.scores_at(module, form, query[None, :, None], keys, distances, scaling)[0, :, 0].double().cpu()
+    return probe.scores_at(module, query[None, :, None], keys, distances, scaling)[0, :, 0].double().cpu()

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from ..api import parse_schemes, patch_model
 from ..core.attention_call import Call
 from ..core.dims import Dims
-from ..core.forms import Form
 from ..core.layer_state import on_attention
 from ..core.modules import PositionEmbedding, ScoreModule
 from ..core.positions import DensePositions
@@ -184,14 +183,11 @@ def device_of(module: nn.Module) -> torch.device:
     return next(itertools.chain(module.parameters(), module.buffers()), torch.empty(0)).device
 
 
-def scores_at(
-    module: ScoreModule, form: Form | None, query: Tensor, key: Tensor, distances: Tensor, scaling: float
-) -> Tensor:
+def scores_at(module: ScoreModule, query: Tensor, key: Tensor, distances: Tensor, scaling: float) -> Tensor:
     """Return the scores of a query against one key per distance.
 
     Args:
         module: module of a scheme on attention scores.
-        form: its form, or None.
         query: (B, H, 1, D).
         key: (B, H, n, D).
         distances: (n,) integers >= 0.
@@ -203,7 +199,7 @@ def scores_at(
     pairs = distances.to(query.device)[None, None, None]
     # The query's position is the largest distance, so that the farthest key is the first token.
     positions = DensePositions(pairs, torch.ones_like(pairs, dtype=torch.bool), pairs[0, 0].amax(-1, keepdim=True))
-    call = Call(query, key, key, positions, scaling=scaling, module=module, form=form).widened()
+    call = Call(query, key, key, positions, scaling=scaling, module=module, form=module.form(query)).widened()
     return call.scores()
 
 

@@ -101,8 +101,8 @@ def rows_of(call: Call, part: slice, *, content: bool = False) -> Rows:
 
 def _with_form(module: nn.Module, call: Call) -> Call:
     """Return a call, completed with the module that computes its scores and the form of that module."""
-    prepared: Call = owner_of(module).prepared(call)
-    return prepared
+    owner = owner_of(module)
+    return replace(call, module=owner, form=owner.form(call.query))
 
 
 @contextmanager

@@ -90,10 +90,13 @@ class ScoreModule(PositionModule):
         output, weights = attend(self.prepared(call))
         for change in call.output_changes:
             output = require_shape(change(output), tuple(output.shape), "a changed output, (B, Q, H, V),")
-        return output, weights
+        return output.to(call.query.dtype), None if weights is None else weights.to(call.query.dtype)
 
     def prepared(self, call: Call) -> Call:
-        """Return the call that an engine computes: with this module, its form, and the numbers of the queries."""
+        """Return the call that an engine computes: with this module and its form, or with other queries and keys.
+
+        A module that overrides it, for other queries and keys, lets `scores` return those of the prepared call.
+        """
         form = self.form(call.query)
         if form is not None:
             form = form.checked(call.query.shape[1], type(self).__name__)

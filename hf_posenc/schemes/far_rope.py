@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -31,9 +31,6 @@ _SHARES = {"rerope": 1 / 2, "self_extend": 1 / 4, "dual_chunk": 3 / 4}
 
 _ALSO = {"rerope": ["leaky_rerope"], "self_extend": ["selfextend"], "dual_chunk": ["dca", "chunkllama"]}
 """Kind -> other names of it."""
-
-Attend = Callable[[Call], tuple[Tensor, Tensor | None]]
-"""Computes a call of attention: output (B, Q, H, V), and weights (B, H, Q, L) or None."""
 
 
 @dataclass(frozen=True)
@@ -295,12 +292,6 @@ class Rotated(ScoreModule):
         """
         super().__init__()
         self.angles = angles
-
-    def forward(self, call: Call, attend: Attend) -> tuple[Tensor, Tensor | None]:
-        """Hand a call with rotated queries and keys to an engine, see `ScoreModule.forward`."""
-        self.check_positions(call)
-        output, weights = attend(self.prepared(call))
-        return output.to(call.query.dtype), None if weights is None else weights.to(call.query.dtype)
 
     def scores(self, call: Call) -> Tensor:
         """Return the scores before masking, see `ScoreModule.scores`."""

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.attention_call import Call
 from ..core.dims import Dims
 from ..core.forms import ClippedVectors
-from ..core.modules import ScoreModule, parameter
+from ..core.modules import ON_ATTENTION, ScoreModule, parameter
 from ..core.registry import register_scheme
 from .base import HiddenNumbers, ScoreScheme, init
 
@@ -70,10 +71,11 @@ class RelativeProfiles(ScoreModule):
 
     def prepared(self, call: Call) -> Call:
         """Return a call over wider heads, to which the bias is a vector for each distance."""
-        call = super().prepared(call)
-        assert call.query_numbers is not None
         size, dtype = call.query.shape[-1], torch.promote_types(call.query.dtype, torch.float32)
-        numbers = (call.query_numbers / call.scaling).to(call.query.dtype)
+        numbers = (call.by_module[ON_ATTENTION] / call.scaling).to(call.query.dtype)
         query, key = torch.cat([call.query, numbers], -1), F.pad(call.key, (0, len(self.profiles)))
         vectors = F.pad(self.profiles.T.to(dtype), (size, 0, 0, 1))
-        return replace(call, query=query, key=key, form=ClippedVectors(vectors, None))
+        return replace(call, query=query, key=key, module=self, form=ClippedVectors(vectors, None))
+
+    def scores(self, call: Call) -> Tensor:
+        return (prepared := self.prepared(call)).form.scores(prepared)

@@ -36,46 +36,38 @@ class Softpick(WeightScheme):
 
     Args:
         offset: start of `a`; 0 is the softmax, and 1 the paper's softpick.
-        trainable: train `a`, for each head.
     """
 
     name: ClassVar[str] = "softpick"
     offset: float = 0.0
-    trainable: bool = True
 
     def __post_init__(self) -> None:
         self.number("offset", lambda offset: 0 <= offset < math.inf, "finite and not negative")
-        self.flags("trainable")
-        if not self.trainable and self.offset == 0:
-            raise ValueError("softpick: offset=0 is the softmax if it is not trained: give offset=1, or trainable=True")
 
     def build(self, dims: Dims) -> QueryModule:
-        return Offsets(dims.num_heads, self.offset, trainable=self.trainable)
+        return Offsets(dims.num_heads, self.offset)
 
 
 class Offsets(QueryModule):
-    """The module of `softpick`, with the parameter `offset` (H,), the `a`, if it is trained."""
+    """The module of `softpick`, with the parameter `offset` (H,), the `a`."""
 
-    def __init__(self, num_heads: int, start: float, *, trainable: bool) -> None:
-        """Store the start.
+    def __init__(self, num_heads: int, start: float) -> None:
+        """Make the offsets.
 
         Args:
             num_heads: H.
             start: start of `offset`.
-            trainable: whether `offset` is a parameter.
         """
         super().__init__()
         self.start = start
-        self.offset = parameter(num_heads) if trainable else None
+        self.offset = parameter(num_heads)
 
     def reset_parameters(self) -> None:
         """Start at the offset of the scheme."""
-        if self.offset is not None:
-            init.constant_(self.offset, self.start)
+        init.constant_(self.offset, self.start)
 
     def forward(self, call: Call) -> Call:
-        offset = torch.tensor([self.start], device=call.query.device) if self.offset is None else self.offset
-        return replace(call, normaliser=partial(softpick, offset=offset))
+        return replace(call, normaliser=partial(softpick, offset=self.offset))
 
 
 def softpick(scores: Tensor, offset: Tensor) -> Tensor:

@@ -139,20 +139,17 @@ def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str,
     heads = state.heads or getattr(attention.config, "num_attention_heads", None)
     wanted = (hidden_states.shape[0], heads, hidden_states.shape[1])
     if of_queries:
-        kwargs = kwargs | {
-            QUERY_NUMBERS: {
-                name: require_shape(queries(hidden_states), (*wanted, None), f"the numbers of {name}, (B, H, T, N),")
-                for name, queries in of_queries.items()
-            }
-        }
+        found = {name: make(hidden_states) for name, make in of_queries.items()}
+        for name, own in found.items():
+            require_shape(own, (*wanted, None), f"the numbers of queries of {name}, (B, H, T, N),")
+        kwargs = kwargs | {QUERY_NUMBERS: found}
     if not modules:
         return args, kwargs
     made = []
     for (name, tokens), width in zip(modules.items(), additions.widths(), strict=True):
-        numbers, more = tokens(hidden_states), () if width == 1 else (width,)
-        shape = "(B, H, T)" if width == 1 else "(B, H, T, N)"
-        require_shape(numbers, (*wanted, *more), f"the numbers of tokens of {name}, {shape},")
-        made.append(numbers[..., None] if width == 1 else numbers)
+        own = tokens(hidden_states)
+        own = own[..., None] if width == 1 else own  # (B, H, T) for one number
+        made.append(require_shape(own, (*wanted, width), f"the numbers of tokens of {name}, (B, H, T, N),"))
     numbers = torch.cat(made, -1)
     index, name = state.cache
     if index < len(args):

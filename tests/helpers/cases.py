@@ -118,8 +118,8 @@ def attend(
 # --- nope: softmax(q_i . k_j / sqrt(D)), and nothing else
 
 
-def plain(query, key, value, parameters, *, softmax_scale, cap=identity, **_):
-    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale))
+def plain(query, key, value, parameters, *, softmax_scale, cap=identity, weigh=lambda h, row: softmax(row(h)), **_):
+    return attend(query, key, value, lambda h, i, j, q, k: cap(dot(q, k) * softmax_scale), weigh=weigh)
 
 
 # --- sinusoidal: Vaswani et al. 2017, section 3.5; trained frequencies: Su, spaces.ac.cn/archives/8231
@@ -631,42 +631,25 @@ def forgetting_attention(query, key, value, parameters, *, softmax_scale, hidden
 # --- softpick: Zuhri et al. 2025, equation (1): ReLU(e^x - 1) / sum |e^x - 1|, with a trained a in place of 1
 
 
-def softpick_weights(row, a):
-    above = torch.exp(row) - a
-    return torch.relu(above) / above.abs().sum(-1, keepdim=True)
+def softpick_attention(query, key, value, parameters, **options):
+    def weigh(h, row):
+        above = torch.exp(row(h)) - parameters["offset"][h]
+        return torch.relu(above) / above.abs().sum(-1, keepdim=True)
 
-
-def weighing_attention(weights):
-    """Return attention whose weights are `weights`(h, row, parameters, hyper-parameters), see `attend`."""
-
-    def attention(query, key, value, parameters, *, softmax_scale, cap=identity, **options):
-        def score(h, i, j, q, k):
-            return cap(dot(q, k) * softmax_scale)
-
-        return attend(query, key, value, score, weigh=lambda h, row: weights(h, row, parameters, options))
-
-    return attention
-
-
-def softpick_of_head(h, row, parameters, options):
-    return softpick_weights(row(h), parameters["offset"][h] if "offset" in parameters else options["offset"])
+    return plain(query, key, value, {}, weigh=weigh, **options)
 
 
 # --- differential: Ye et al. 2024, equation (1): (A_1 - lambda A_2) V, and (3): (1 - lambda_init) RMSNorm over the values of both
 
 
-def differential_weights(h, row, parameters, options):
-    factor = parameters["factor"]
-    if options.get("kind") == "pairs":
-        return softmax(row(h - h % 2)) - factor[h // 2] * softmax(row(h - h % 2 + 1))
-    return softmax(row(h)) - factor[h] * softmax(row(h + 1 if h % 2 == 0 else h - 1))
-
-
 def differential_attention(query, key, value, parameters, *, kind="each", start=None, **options):
-    heads = weighing_attention(differential_weights)(query, key, value, parameters, kind=kind, **options)
+    def weigh(h, row):
+        first, other, n = (h - h % 2, h - h % 2 + 1, h // 2) if kind == "pairs" else (h, h + 1 - 2 * (h % 2), h)
+        return softmax(row(first)) - parameters["factor"][n] * softmax(row(other))
+
+    heads = plain(query, key, value, {}, weigh=weigh, **options)
     if kind == "each":
         return heads
-    start = 0.2 if start is None else start  # 0.8 - 0.6 exp(0), in the first layer
     normed = []
     for h in range(0, query.shape[1], 2):
         both = torch.cat([heads[:, :, h], heads[:, :, h + 1]], -1)
@@ -678,21 +661,23 @@ def differential_attention(query, key, value, parameters, *, kind="each", start=
 # --- dape: Zheng et al. 2024 (V2): S + conv(lrelu(conv(S))), kernels of 1 x width, over the keys that the query sees
 
 
-def dape_weights(h, row, parameters, options):
-    scores = torch.stack([row(each) for each in range(len(parameters["second_weight"]))])  # (H, B, i + 1)
-    count, first, second = scores.shape[-1], parameters["first_weight"], parameters["second_weight"]
+def dape_attention(query, key, value, parameters, **options):
+    first, second = parameters["first_weight"], parameters["second_weight"]
     reach = first.shape[-1] // 2
 
-    def convolution(channels, weight, j):
-        near = [o for o in range(-reach, reach + 1) if 0 <= j + o < count]
-        return sum(weight[:, o + reach] @ channels[..., j + o] for o in near)
+    def convolution(channels, weight):  # (C, B, keys), (O, C, width)
+        def at(j):
+            near = [o for o in range(-reach, reach + 1) if 0 <= j + o < channels.shape[-1]]
+            return sum(torch.einsum("oc,cb->ob", weight[..., o + reach], channels[..., j + o]) for o in near)
 
-    hidden = []
-    for u in range(len(first)):
-        z = torch.stack([convolution(scores, first[u], j) + parameters["first_bias"][u] for j in range(count)], -1)
-        hidden.append(torch.where(z > 0, z, 0.01 * z))
-    more = [convolution(torch.stack(hidden), second[h], j) for j in range(count)]
-    return softmax(scores[h] + torch.stack(more, -1))
+        return torch.stack([at(j) for j in range(channels.shape[-1])], -1)
+
+    def weigh(h, row):
+        scores = torch.stack([row(each) for each in range(len(second))])
+        z = convolution(scores, first) + parameters["first_bias"][:, None, None]
+        return softmax(scores[h] + convolution(torch.where(z > 0, z, 0.01 * z), second)[h])
+
+    return plain(query, key, value, {}, weigh=weigh, **options)
 
 
 # --- gated: Qiu et al. 2025, equation (5): Y * sigmoid(X W), a gate per dimension of a head or per head; times 2 here
@@ -737,9 +722,9 @@ fire = partial(case_of, "fire", fire_attention)
 temperature = partial(case_of, "temperature", temperature_attention)
 forgetting = partial(case_of, "forgetting", forgetting_attention, bases=("gpt2",))  # as of temperature
 
-softpick = partial(case_of, "softpick", weighing_attention(softpick_of_head))
+softpick = partial(case_of, "softpick", softpick_attention)
 differential = partial(case_of, "differential", differential_attention)
-dape = partial(case_of, "dape", weighing_attention(dape_weights))
+dape = partial(case_of, "dape", dape_attention)
 inkling = partial(case_of, "inkling", inkling_attention)
 gated = partial(case_of, "gated", gated_attention)
 
@@ -823,15 +808,14 @@ CASES: list[Case] = [
     qk_norm("norm", exponent=1.0, gain=1.7, trainable=False),
     qk_norm("half", over="all_heads", exponent=0.5, gain=3.0, trainable=False),
     softpick("default"),
-    softpick("paper", offset=1.0, trainable=False),
+    softpick("paper", offset=1.0),
     differential("default", 4),
     differential("pairs", 4, kind="pairs", start=0.6),
     dape("default", hidden_size=5),
     dape("mixes-heads", hidden_size=3, width=1),
     gated("default"),
-    inkling("default"),
-    inkling("near", rank=3, extent=4),
     gated("heads", over="head"),
+    inkling("near", rank=3, extent=4),
     da_transformer("default"),
     da_transformer("no-relu", relu=False),
     cope("default"),

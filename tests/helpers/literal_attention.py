@@ -38,12 +38,7 @@ def products(query: Tensor, key: Tensor, head: int, i: int) -> Tensor:
 
 
 def attend_literally(
-    model: PreTrainedModel,
-    scores: Scores,
-    slopes: list[float] | None = None,
-    sinks: bool = False,
-    weigh: Callable[[Any, int, Callable[[int], Tensor]], Tensor] = lambda module, h, row: row(h).softmax(-1),
-    after: Callable[[Any, Tensor], Tensor] = lambda module, output: output,
+    model: PreTrainedModel, scores: Scores, slopes: list[float] | None = None, sinks: bool = False
 ) -> PreTrainedModel:
     """Let a model attend literally, in place.
 
@@ -52,8 +47,6 @@ def attend_literally(
         scores: the scores of one query.
         slopes: of ALiBi, one for each head.
         sinks: whether the model has one more score per head, whose weight is dropped.
-        weigh: the weights of one query in a head, from a function of a head that returns its scores.
-        after: what becomes of the outputs of heads (B, T, H, V).
     """
 
     def attend(module, query, key, value, attention_mask, *, scaling, s_aux=None, **_):
@@ -62,17 +55,15 @@ def attend_literally(
         for h in range(query.shape[1]):
             rows = []
             for i in range(query.shape[2]):
-
-                def row(h, i=i):
-                    row = scores(module, query, key, h, i, scaling)
-                    if slopes is not None:
-                        row = row - slopes[h] * torch.arange(i, -1, -1, dtype=row.dtype)
-                    return torch.cat([row, s_aux[h].expand(len(row), 1)], -1) if sinks else row
-
-                weights = weigh(module, h, row)[:, : i + 1]
+                row = scores(module, query, key, h, i, scaling)
+                if slopes is not None:
+                    row = row - slopes[h] * torch.arange(i, -1, -1, dtype=row.dtype)
+                if sinks:
+                    row = torch.cat([row, s_aux[h].expand(len(row), 1)], -1)
+                weights = row.softmax(-1)[:, : i + 1]
                 rows.append((weights[..., None] * value[:, h // shared_by, : i + 1]).sum(1))
             heads.append(torch.stack(rows, 1))
-        return after(module, torch.stack(heads, 2)), None
+        return torch.stack(heads, 2), None
 
     AttentionInterface.register("literal", attend)
     model.set_attn_implementation("literal")

@@ -48,11 +48,8 @@ SHAPES = {
 }
 
 
-SCORES = [
-    case
-    for case in CASES
-    if issubclass(scheme_class(case.scheme), ScoreScheme) and not scheme_class(case.scheme).uses_queries
-]
+OF_SCORES = [case for case in CASES if issubclass(scheme_class(case.scheme), ScoreScheme)]
+SCORES = [case for case in OF_SCORES if not scheme_class(case.scheme).uses_queries]
 EACH = list({case.scheme: case for case in reversed(SCORES)}.values())  # one of each scheme
 TABLES = [case for case in CASES if case.table is not None]
 BY_ID = {case.id: case for case in CASES}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import dape_weights, differential_weights, softpick_weights
+from cases import CASES
 from decoders import decoder
 from families import tiny, tokens
 from literal_attention import BESIDE, assert_same_gradients, attend_literally, peer_beside, products
@@ -14,16 +14,26 @@ from matrix import matrix
 from situations import distance, randomize
 from torch import nn
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, Llama4TextConfig, Olmo2Config, Qwen3Config, StaticCache
+from transformers import (
+    AttentionInterface,
+    Cache,
+    DynamicCache,
+    Llama4TextConfig,
+    Olmo2Config,
+    Qwen3Config,
+    StaticCache,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 import hf_posenc
-from hf_posenc import UnsupportedModelError, patch_model, schemes_of, unpatch_model, verify
+from hf_posenc import UnsupportedModelError, patch_model, unpatch_model, verify
 from hf_posenc.core.registry import scheme_class
-from hf_posenc.schemes import DAPE, Differential, Forgetting, Gated, Inkling, Nope, QKNorm, Rope, Softpick, Temperature
+from hf_posenc.schemes import Differential, Forgetting, Nope, QKNorm, Rope, Temperature
+from hf_posenc.schemes.softpick import softpick
+from hf_posenc.testing import check_scheme
 
 STRENGTHS = (0.3, 1.1, 0.7, 2.0)
 LENGTH = 6
@@ -60,8 +70,8 @@ def assert_is_the_formula(family, beside, scheme, name, parameters, literal, opt
     peer, slopes = peer_beside(beside, family)
     without = copy.deepcopy(patch_model(tiny(family).double(), BESIDE[beside]()) if BESIDE[beside]() else peer)
     copied = copies(additions(model, name), *parameters)
-    made = literal(peer, copied)
-    attend_literally(peer, **(made if isinstance(made, dict) else {"scores": made}), slopes=slopes, **dict(options))
+    if (scores := literal(peer, copied)) is not None:  # otherwise it attends already
+        attend_literally(peer, scores, slopes, **dict(options))
     actual, expected = model(ids, use_cache=False).logits, peer(ids, use_cache=False).logits
     assert distance(actual, expected) < 1e-9
     assert distance(without(ids, use_cache=False).logits, expected) > 1e-3, "without the scheme it is the same"
@@ -222,103 +232,55 @@ def test_a_base_that_norms_itself_is_refused(model_type):
 # ----------------------------------------------------------------------------------------------- weights and outputs
 
 
-def plain_scores(module, query, key, h, i, scaling):
-    return products(query, key, h, i) * scaling
+def attend_by_case(peer, case, copied):
+    """Let a model attend by the formula of a case, in place, with copies of the parameters of each layer by name."""
+    hidden = of_hidden_states(peer, lambda layer, hidden: hidden)
+
+    def attend(module, query, key, value, attention_mask, *, scaling, **_):
+        options = {"softmax_scale": scaling, "hidden": hidden[module.layer_idx], **case.hyperparameters}
+        return case.attention(query, key, value, copied[module.layer_idx], **options), None
+
+    AttentionInterface.register("by case", attend)
+    peer.set_attn_implementation("by case")
 
 
-def by_weights(weights):
-    """Return a literal whose weights are `weights`(h, row, parameters by name), with the names of the parameters."""
-
-    def literal(names):
-        def of_peer(peer, copied):
-            def weigh(module, h, row):
-                return weights(h, row, dict(zip(names, copied[module.layer_idx], strict=True)))
-
-            return {"scores": plain_scores, "weigh": weigh}
-
-        return of_peer
-
-    return literal
-
-
-def gate(names):
-    def of_peer(peer, copied):
-        gates = of_hidden_states(peer, lambda layer, hidden: 2 / (1 + torch.exp(-(hidden @ copied[layer][0].T))))
-
-        def after(module, output):
-            return output * gates[module.layer_idx].unflatten(-1, (output.shape[2], -1))
-
-        return {"scores": plain_scores, "after": after}
-
-    return of_peer
-
-
-def profile(names):
-    """Inkling's bias, by a loop; heads have 4 profiles here."""
-
-    def of_peer(peer, copied):
-        numbers = of_hidden_states(peer, lambda layer, hidden: hidden @ copied[layer][0].T)
-
-        def scores(module, query, key, h, i, scaling):
-            r = numbers[module.layer_idx].unflatten(-1, (query.shape[1], 4))[:, i, h]
-            profiles = copied[module.layer_idx][1]
-            bias = [r @ profiles[:, i - j] if i - j < 3 else torch.zeros(len(r)) for j in range(i + 1)]
-            return products(query, key, h, i) * scaling + torch.stack(bias, -1)
-
-        return {"scores": scores}
-
-    return of_peer
-
-
-WEIGHTS = {
-    "softpick": (Softpick(), ["offset"], by_weights(lambda h, row, p: softpick_weights(row(h), p["offset"][h]))),
-    "differential": (Differential(), ["factor"], by_weights(lambda h, row, p: differential_weights(h, row, p, {}))),
-    "dape": (
-        DAPE(hidden_size=3),
-        ["first_weight", "first_bias", "second_weight"],
-        by_weights(lambda h, row, p: dape_weights(h, row, p, {})),
-    ),
-    "gated": (Gated(), ["queries.weight"], gate),
-    "inkling": (Inkling(rank=4, extent=3), ["queries.weight", "profiles"], profile),
+OWN = {
+    case.scheme: case
+    for case in CASES
+    if case.id in ("softpick-default", "differential-default", "dape-default", "gated-default", "inkling-near")
 }
+WEIGHTS = {name: scheme_class(name)(**case.hyperparameters) for name, case in OWN.items()}
 
 
-WEIGHTS_BESIDE = [
-    (name, beside, family)
-    for family in ("llama", "gpt2")
-    for name in WEIGHTS
-    for beside in BESIDE
-    if (name, beside) != ("inkling", "alibi")  # both compute scores
-]
-
-
-@pytest.mark.rows(default=9, slow=30)
-@matrix(WEIGHTS_BESIDE, name=None, beside=None, family=None)
+@pytest.mark.rows(default=6, slow=12)
+@matrix(name=OWN, beside=["the-base", "rope", "nope"], family=["llama", "gpt2"])
 def test_weights_and_outputs_are_the_formula(name, beside, family):
-    scheme, names, literal = WEIGHTS[name]
-    assert_is_the_formula(family, beside, scheme, name, names, literal(names), length=6)
+    """Also beside the base's own positions: the queries and keys that the formula gets have them."""
+    names = [key for key, _ in additions(patch_model(tiny(family), WEIGHTS[name]), name)[0].named_parameters()]
+
+    def literal(peer, copied):
+        by_name = [{key.rpartition(".")[2]: p for key, p in zip(names, each, strict=True)} for each in copied]
+        attend_by_case(peer, OWN[name], by_name)
+
+    assert_is_the_formula(family, beside, WEIGHTS[name], name, names, literal, length=6)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_what_starts_neutral_changes_nothing(name):
     stock, ids = tiny("llama").double(), tokens(2, 20)
-    model = patch_model(copy.deepcopy(stock), WEIGHTS[name][0])
+    model = patch_model(copy.deepcopy(stock), WEIGHTS[name])
     assert distance(model(ids).logits, stock(ids).logits) < 1e-10
     assert verify(model).ok
     assert distance(randomize(model)(ids).logits, stock(ids).logits) > 1e-2
 
 
 def test_the_layer_decides_where_pairs_start():
-    """0.8 - 0.6 exp(-0.3 l), counted from the first layer."""
-    model = patch_model(tiny("llama"), Differential(kind="pairs"))
-    starts = [module.factor.unique().item() for module in additions(model, "differential")]
-    assert starts == pytest.approx([0.2, 0.8 - 0.6 * math.exp(-0.3)])
+    pairs = additions(patch_model(tiny("llama"), Differential(kind="pairs")), "differential")
+    assert [each.factor.unique().item() for each in pairs] == pytest.approx([0.2, 0.8 - 0.6 * math.exp(-0.3)])
 
 
 def test_softpick_leaves_a_query_without_keys():
-    """All scores below 0: all weights are 0, and a model with them trains."""
-    from hf_posenc.schemes.softpick import softpick
-
+    """All scores below 0: all weights are 0, and gradients are numbers."""
     scores = torch.tensor([[[[-200.0, -3.0, torch.finfo(torch.float32).min]]]], requires_grad=True)
     offset = torch.zeros(1, requires_grad=True)
     assert softpick(scores, torch.ones(1)).equal(torch.zeros(1, 1, 1, 3))
@@ -327,24 +289,13 @@ def test_softpick_leaves_a_query_without_keys():
     assert all(each.isfinite().all() for each in gradients)
 
 
-@pytest.mark.rows(default=4, slow=8)
-@matrix(name=WEIGHTS, others=["rope", "alibi", "temperature"], family=["llama", "gpt2"])
-def test_weights_with_a_cache_padding_and_a_window(name, others, family):
-    """In chunks as a whole, by decode and chunked too; behind padding as without; returned weights are those."""
-    scheme, ids = WEIGHTS[name][0], tokens(2, 40)
-    others = "nope" if (name, others) == ("inkling", "alibi") else others  # both would compute scores
+@pytest.mark.rows(default=3, slow=9)
+@matrix(name=WEIGHTS, others=["rope", "alibi", "temperature", "far_rope"], family=["llama", "gpt2"])
+def test_what_must_hold_of_every_scheme_holds_of_them_beside_others(name, others, family):
+    """With kept first tokens: keys that follow each other in a cache are then no neighbours in the text."""
+    others = "nope" if name == "inkling" and others in ("alibi", "far_rope") else others  # both would compute scores
     others = ["rope", Temperature("scalable", length=8)] if others == "temperature" else [others]
-    model = randomize(patch_model(tiny(family).double(), [*others, dataclasses.replace(scheme, window=9, sinks=2)]))
-    assert verify(model).ok
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        cache = DynamicCache()
-        parts = [model(part, past_key_values=cache).logits for part in ids.split([17, 1, 6, 1, 1, 14], 1)]
-        padded = model(F.pad(ids, (3, 0)), attention_mask=F.pad(torch.ones_like(ids), (3, 0))).logits[:, 3:]
-        unpatched = patch_model(tiny(family).double(), others)(ids).logits
-    assert distance(torch.cat(parts, 1), whole) < 1e-10
-    assert distance(padded, whole) < 1e-5  # padding moves positions, and rotations are computed in float32
-    assert distance(unpatched, whole) > 1e-3
+    check_scheme(tiny(family).double(), [*others, dataclasses.replace(WEIGHTS[name], window=9, sinks=2)])
 
 
 # --------------------------------------------------------------------------------------------------------- forgetting
@@ -508,24 +459,3 @@ def test_a_cache_that_may_not_keep_gates_is_refused_before_anything_is_stored():
         patch_model(decoder("deepseek_v3"), "forgetting")
     with pytest.raises(UnsupportedModelError, match="shares the keys of layer"):
         patch_model(decoder("gemma3n_text"), "forgetting")
-
-
-def test_it_is_saved_loaded_copied_and_undone(tmp_path):
-    model, ids = tiny("llama"), tokens()
-    stock = model(ids).logits
-    hooks = {name: len(module._forward_pre_hooks) for name, module in model.named_modules()}
-    randomize(patch_model(model, [Rope(), Forgetting(bias=3, layers=[1])]))
-    expected = model(ids).logits
-    assert copy.deepcopy(model)(ids).logits.equal(expected)
-    model.save_pretrained(tmp_path)
-    loaded = hf_posenc.from_pretrained(tmp_path)
-    assert schemes_of(loaded) == schemes_of(model)
-    assert loaded.eval()(ids).logits.equal(expected)
-    (getattr(loaded, "activation_checkpointing_enable", None) or loaded.gradient_checkpointing_enable)()
-    loaded.train()(ids, labels=ids).loss.backward()
-    model.train()(ids, labels=ids).loss.backward()
-    for (name, p), q in zip(model.named_parameters(), loaded.parameters(), strict=True):
-        assert p.grad is None or distance(q.grad, p.grad) < 1e-5, name
-    unpatch_model(model.eval())
-    assert model(ids).logits.equal(stock)
-    assert hooks == {name: len(module._forward_pre_hooks) for name, module in model.named_modules()}

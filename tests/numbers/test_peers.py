@@ -198,9 +198,8 @@ def test_transformer_xl_is_the_relative_attention_of_xlnet(attn_type, queries, k
 def test_inkling_is_the_attention_of_inkling(queries):
     """The bias of its module, and the outputs of its attention before the last projection, 12 keys and 5 profiles."""
     modeling = pytest.importorskip("transformers.models.inkling.modeling_inkling")
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
-    sizes |= {"hidden_size": WIDTH, "d_rel": 5, "rel_extent": 7, "layer_types": ["hybrid"], "vocab_size": 8}
-    config = transformers.InklingTextConfig(**sizes)
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 8}
+    config = transformers.InklingTextConfig(**sizes, d_rel=5, rel_extent=7, layer_types=["hybrid"], num_hidden_layers=1)
     config._attn_implementation = "eager"
     peer = shaken(modeling.InklingAttention(config, 0))
     peer.rel_logits_proj.proj.copy_(torch.randn(5, 7, generator=torch.Generator().manual_seed(3)))

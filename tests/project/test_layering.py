@@ -24,7 +24,7 @@ LAYERS = (
     ("classes", "api"),
     ("loading", "parallel", "calibration", "checking"),
     ("__init__",),  # collects the public names; what follows may use them
-    ("evaluation", "analysis", "serving"),
+    ("evaluation", "analysis", "serving", "testing"),
     ("recipes",),
     ("commands",),
     ("cli",),
