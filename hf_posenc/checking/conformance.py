@@ -28,8 +28,9 @@ LONGEST = 4096
 TOLERANCES = {"float32": 2e-3}
 """Mean difference of log-probabilities, in nats, up to which two engines compute the same, by dtype."""
 
-COARSE_TOLERANCE = 0.1
-"""The same for weights in 16 bits and less, or for a server, of which it is not known."""
+COARSE_TOLERANCE = 0.3
+"""The same for weights in 16 bits and less, or for a server, of which it is not known. In q8_0, random tokens of a
+trained model are off by 0.15."""
 
 CLEARLY = 0.2
 """A variant explains a difference if it leaves at most this part of it."""
