@@ -30,14 +30,14 @@ LENGTH = 767
 """Tokens of the longest prompt within the trained length."""
 
 SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "rope, soft_clip": ("rope", {"frequencies": {"name": "soft_clip"}}),
-    "rope, YaRN": ("rope", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),
-    "rope, window of 128": ("rope", {"window": 128}),
-    "nope in 3::4": ("nope", {"layers": "3::4"}),
-    "nope": ("nope", {}),
-    "transformer_xl": ("transformer_xl", {}),
-    "alibi": ("alibi", {}),
-    "alibi, trained slopes": ("alibi", {"trainable": True}),
+    "`transformer_xl`": ("transformer_xl", {}),
+    "`alibi`": ("alibi", {}),
+    "`alibi`, trained slopes": ("alibi", {"trainable": True}),
+    "`nope` in `3::4`": ("nope", {"layers": "3::4"}),
+    "`rope`, YaRN": ("rope", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    "`rope`, `soft_clip`": ("rope", {"frequencies": {"name": "soft_clip"}}),
+    "`rope`, a window of 128": ("rope", {"window": 128}),
+    "`nope`": ("nope", {}),
 }
 
 
@@ -108,6 +108,24 @@ def main() -> None:
             partial.write_text(json.dumps(rows, indent=1) + "\n")
         del model
         gc.collect()
+    print(table(rows))
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Return the table of the page: largest difference in a prompt, and greedy tokens that are the same."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in rows.items():
+        cells = []
+        for column in columns:
+            if (asked := row.get(column)) is None:
+                cells.append("")
+                continue
+            largest = re.search(r"differ by (\S+) at most", asked["prompt"]["found"])
+            same = re.search(r"(\d+) of \d+ greedy", asked["decoding"]["found"])
+            cells.append(f"{largest[1] if largest else ''}, {same[1] if same else ''}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def pairs(attention, query, key, value, parameters, **keywords):
     """
     found = {}
 
-    def collect(query, key, value, score, vector=None):
+    def collect(query, key, value, score, vector=None, weigh=None):
         heads, length = query.shape[1:3]
         shared_by = heads // key.shape[1]
         scores = query.new_full((query.shape[0], heads, length, length), -torch.inf)

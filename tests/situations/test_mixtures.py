@@ -360,6 +360,6 @@ def test_a_mixture_is_exported_where_a_stock_class_has_it(tmp_path):
     assert stock.config.no_rope_layers == [1, 0, 1, 0]
     ids = tokens(2, 30)
     assert stock(ids).logits.equal(model(ids).logits)
-    for schemes in ([Alibi(layers=[0])], [Rope(rope_theta=3.0, layers=[0])], [Nope(window=5)]):
+    for schemes in ([Alibi(layers=[0])], [Rope(rope_theta=3.0, layers=[0])], [Nope(window=5, sinks=1)]):
         with pytest.raises(UnsupportedModelError, match="no stock class computes"):
             hf_posenc.export_stock(patch_model(base("llama"), schemes), tmp_path / "no")
