@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc import check, export_gguf, export_stock, patch_model
 from hf_posenc.checking.other_engines import OtherEngine
 from hf_posenc.checkpoints.files import replaced
+from hf_posenc.core.errors import HfPosencError
 
 LENGTH = 767
 """Tokens of the longest prompt within the trained length."""
@@ -73,7 +74,7 @@ def targets(model: Any, name: str, folder: Path, pythons: dict[str, str]) -> dic
         if "llama.cpp" in pythons:
             try:
                 export_gguf(model, folder / f"{dtype}.gguf", dtype=dtype)
-            except ValueError:  # no graph, or rows that q8_0 cannot hold
+            except (HfPosencError, ValueError):  # no graph, or rows that q8_0 cannot hold
                 continue
             found[column] = OtherEngine("llama.cpp", str(folder / f"{dtype}.gguf"), pythons["llama.cpp"])
     return found
