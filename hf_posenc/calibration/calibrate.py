@@ -1,4 +1,4 @@
-"""`calibrate`: closed forms first, then gradient steps that match it to the base's."""
+"""`calibrate`: closed forms first, then gradient steps that match the outputs and logits of the base."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
 
 @dataclass(frozen=True, kw_only=True)
 class Matching:
-    """The second stage of `calibrate`: gradient steps that match it to the base's.
+    """The second stage of `calibrate`: gradient steps that match the outputs and logits of the base.
 
     Args:
         weights: the parameters to train. `scheme`: only the scheme's parameters. `query_key`: also all weights of the

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from ..core.attention_call import Call
 from ..core.forms import ClippedVectors, Form, Ranges, for_form
 from ..core.positions import NO_WINDOW, Positions, can_read
-from .flex import INVISIBLE, Flex, Range, by_kernel, change_of
+from .flex import GAPPED_TABLE, INVISIBLE, Flex, Range, by_kernel, change_of
 from .spans import spans
 
 ROWS = 64
@@ -53,6 +53,8 @@ def _ranges(form: Ranges, call: Call, far: Far) -> list[Part]:
 
 def _clipped_vectors(form: ClippedVectors, call: Call, far: Far) -> list[Part]:
     keys = call.key.shape[2]
+    if not call.positions.aligned and torch.compiler.is_compiling():
+        _assert_counted(call.positions)
     a = form.near(form.keys, keys)
     band = _band(call, a, None if form.values is None else form.near(form.values, keys))
     return [band] if a.shape[1] == keys else [band, far(call, Range(low=a.shape[1]))]
@@ -104,13 +106,21 @@ def _keys_of_band(positions: Positions, near: int) -> tuple[Tensor, Tensor]:
     return columns, (segment.unfold(-1, near, 1) != own) | too_far
 
 
+def _assert_counted(p: Any) -> None:
+    """Let a graph of torch.compile fail where positions of the same queries and keys do not count slots."""
+    offset, valid = p.key_positions - p.key_index, p.key_valid
+    before, follows = valid[:, :-1], (p.key_segment.diff() == 0) & valid[:, 1:]
+    padding_inside = ~before & (before.cumsum(-1) > 0)
+    torch._assert_async(~(follows & (padding_inside | (before & (offset.diff() != 0)))).any(), GAPPED_TABLE)
+
+
 def _why_no_band(call: Call) -> str | None:
     """Return why near keys are no band of slots, or far ones have vectors that count, or None."""
     if call.softcap is not None:
         return "vectors of far keys do not cancel under a soft cap on scores"
     positions: Any = call.positions
-    if positions.aligned:
-        return None
+    if positions.aligned or (torch.compiler.is_compiling() and call.query.shape[2] == call.key.shape[2]):
+        return None  # a graph asserts it, see `_assert_counted`
     if not can_read(positions.key_index, waiting=True):
         return "it is not known whether positions count slots: torch.compile cannot read them"
 

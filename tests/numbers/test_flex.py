@@ -372,7 +372,7 @@ def test_a_model_by_its_position_ids(family, scheme, ids, dense, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["t5", "kerple", "far_rope"])
+@pytest.mark.parametrize("scheme", ["t5", "kerple", "shaw", "far_rope"])
 @torch.no_grad()
 def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
     """Traced on a CPU, for one length and for any, and computed by what FlexAttention is uncompiled."""
