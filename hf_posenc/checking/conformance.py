@@ -108,7 +108,7 @@ def _questions(subject: Subject, length: int | None) -> tuple[list[Question], in
     ]
     if original >= served:
         return questions, unit, []
-    beyond = original + max(4, min(original // 4, served - original - 4))
+    beyond = original + max(4, min(original // 2, served - original - 4))
     if beyond > most:
         why = f"{original:,} tokens are its original length; length={beyond} (--length) asks beyond it"
         return questions, unit, [Outcome("past original", None, why)]
