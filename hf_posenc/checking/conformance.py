@@ -79,8 +79,10 @@ def _is_precise(target: OtherEngine) -> bool:
     if target.is_server:
         return False
     if target.engine == "llama.cpp":
-        from gguf import GGUFReader  # the package that wrote the file
-
+        try:
+            from gguf import GGUFReader
+        except ModuleNotFoundError as error:
+            raise ImportError("the package gguf reads what a GGUF file holds: pip install gguf") from error
         kinds = {tensor.tensor_type.name for tensor in GGUFReader(target.served).tensors}
         return kinds == {"F32"}
     return target.dtype == "float32"
