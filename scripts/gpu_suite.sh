@@ -49,7 +49,7 @@ if [ "${2:-}" = "--dry-run" ]; then
     run compiled 300 "$python" "$measure" --device cpu --whole-models --lengths 32 --rounds 1 --schemes alibi \
         --phases "compiled prompt" --compile alibi --output "$folder/compiled.json"
     run swaps 300 "$python" "$swaps" hf_posenc/recipes/embedded_base docs/theory.md --device cpu --schemes alibi \
-        --starts outputs --length 32 --calibrate-length 32 --calibrate-windows 48 --steps 2 --lengths 32 \
+        --starts outputs --length 32 --calibrate-length 32 --calibrate-windows 96 --steps 2 --lengths 32 \
         --held-out-tokens 256 --tokens 256 --json "$folder/swaps.json"
 else
     run tests 180 "$python" -m pytest -p no:benchmark -q -m gpu --durations=12 tests/numbers
