@@ -447,7 +447,7 @@ ALL += in_turn(
 def test_a_type_carries_a_scheme(row, loader, tmp_path):
     """ALiBi on all types, all schemes on three, and schemes of other mechanisms on the other types in turn."""
     if tuple(row) == ("bloom", "inkling"):
-        with pytest.raises(UnsupportedModelError, match="which it cannot join"):
+        with pytest.raises(hf_posenc.UnsupportedModelError, match="which it cannot join"):
             patch_model(decoder("bloom"), "inkling")
         return
     check(*row, tmp_path, [loader])
