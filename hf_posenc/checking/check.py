@@ -63,12 +63,15 @@ def check(
     Raises:
         UnsupportedModelError: if the model is wrapped (DistributedDataParallel), sharded (FSDP), offloaded or on the
             meta device, or is an encoder-decoder; or if the engine cannot run.
+        ValueError: if the model is to be compared with an engine, and is in half precision.
     """
     model = language_model(unwrapped(model, "check the model"))
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UnsupportedModelError("the model is on the meta device, where nothing runs: load its weights first")
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder: only decoders can be checked")
+    if engine is not None and model.dtype.itemsize < 4:
+        raise ValueError(f"roundings in {model.dtype} hide what an engine computes: load the model with dtype=float32")
     with trial(model):
         subject = Subject(model, seed)
         outcomes = tuple(_outcomes(subject) if engine is None else engine_outcomes(subject, engine, length))

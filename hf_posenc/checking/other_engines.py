@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..core.did_you_mean import did_you_mean
 from ..core.errors import UnsupportedModelError
 from . import engine_program
 
@@ -60,12 +61,21 @@ class OtherEngine:
         served: a folder, a GGUF file, or the address of a server.
         python: the Python of the engine, unless it is a server.
         dtype: dtype in which it shall compute; a server and llama.cpp choose theirs.
+
+    Raises:
+        ValueError: for another engine.
     """
 
     engine: str
     served: str
     python: str = sys.executable
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Refuse an engine that nobody knows how to ask."""
+        if self.engine not in INSTALL:
+            known = did_you_mean(self.engine, tuple(INSTALL))
+            raise ValueError(f"there is no engine {self.engine!r}; choose from {', '.join(INSTALL)}{known}")
 
     @property
     def is_server(self) -> bool:

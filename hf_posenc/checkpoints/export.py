@@ -255,4 +255,6 @@ def engines_that_run(config: Any) -> str:
         "" if size in (None, 64, 128, 256) else f" (heads of {size}: not with FlashInfer; head_dim=128 is for all)"
     )
     of_4 = "transformers 5" if _settings_for_4(config) is None else "transformers 4 and 5"
-    return f"runs in {of_4}" + (f"; not in vLLM: {obstacle}" if obstacle else f" and vLLM{kernels}")
+    return f"runs in {of_4}" + (
+        f"; not in vLLM: {obstacle}" if obstacle else f" and, if it has {config.model_type}, vLLM{kernels}"
+    )

@@ -245,7 +245,8 @@ def lora_config(
     modules_to_save = list(options.pop("modules_to_save", None) or [])
     for name, module in model.named_modules():
         is_wanted = (norms and type(module).__name__.endswith("Norm")) or (positions and name in of_schemes)
-        if is_wanted and list(module.parameters(recurse=False)):
+        inside = any(name.startswith(f"{outer}.") for outer in modules_to_save)  # PEFT cannot wrap what it has wrapped
+        if is_wanted and not inside and list(module.parameters(recurse=False)):
             modules_to_save.append(name)
     if embeddings:
         modules_to_save.append(names.token_embedding)

@@ -32,13 +32,13 @@ class Differential(WeightScheme):
 
     - `each`: the weights of every head are `A_h - lambda_h A_partner`;
     - `pairs`: both heads have the weights `A_2n - lambda_n A_(2n+1)`, each for its own values. Their outputs are
-      divided by the root of their mean square over both, and multiplied by `1 - start`, as in the paper.
+      divided by the root of their mean square over both, and multiplied by a number that starts at `1 - start`.
 
     Neutral start: `each` with `start=0`, its default, changes nothing. `pairs` has none: it gives up every second map.
     Beyond the training length: no limit; it does not depend on positions.
     Deviations: `lambda` itself is trained, one number per head or pair. The paper makes one number per layer of four
-    vectors, and starts it at `0.8 - 0.6 exp(-0.3 l)` in layer `l`, the default of `pairs`. The norm has no weights,
-    which the next projection can take up.
+    vectors, and starts it at `0.8 - 0.6 exp(-0.3 l)` in layer `l`, the default of `pairs`. Its norm has a weight for
+    each dimension, and a fixed factor `1 - start`; here one number per pair is both.
     Source: Ye, Dong, Xia et al. 2024, arXiv:2410.05258.
 
     Args:
@@ -66,7 +66,7 @@ class Differential(WeightScheme):
 
 
 class Difference(QueryModule):
-    """The module of `differential`, with the parameter `factor`, the `lambda`: (H,), or (H / 2,) for pairs."""
+    """The module of `differential`: `factor`, the `lambda`, (H,), or (H / 2,) for pairs, and their `scale` (H / 2,)."""
 
     def __init__(self, num_heads: int, start: float, *, pairs: bool) -> None:
         """Make the factors.
@@ -77,25 +77,32 @@ class Difference(QueryModule):
             pairs: whether both heads of a pair have the same weights.
         """
         super().__init__()
-        self.start, self.pairs = start, pairs
+        self.start = start
         self.factor = parameter(num_heads // 2 if pairs else num_heads)
+        self.scale = parameter(num_heads // 2) if pairs else None
 
     def reset_parameters(self) -> None:
         """Start at the start of the scheme."""
         init.constant_(self.factor, self.start)
+        if self.scale is not None:
+            init.constant_(self.scale, 1 - self.start)
 
     def forward(self, call: Call) -> Call:
-        factor = self.factor.view(1, -1, 1 if self.pairs else 2, 1, 1)
+        scale = self.scale
+        factor = self.factor.view(1, -1, 2 if scale is None else 1, 1, 1)
 
         def differ(weights: Tensor) -> Tensor:
             pairs = weights.unflatten(1, (-1, 2))
-            kept, less = (pairs[:, :, :1], pairs[:, :, 1:]) if self.pairs else (pairs, pairs.flip(2))
+            kept, less = (pairs, pairs.flip(2)) if scale is None else (pairs[:, :, :1], pairs[:, :, 1:])
             return (kept - factor.to(weights.dtype) * less).expand_as(pairs).flatten(1, 2)
+
+        changed = replace(call, weight_changes=(*call.weight_changes, differ))
+        if scale is None:
+            return changed
 
         def norm(output: Tensor) -> Tensor:
             pairs = output.float().unflatten(2, (-1, 2)) if output.itemsize < 4 else output.unflatten(2, (-1, 2))
             size = (pairs.square().mean((-2, -1), keepdim=True) + EPS).sqrt()
-            return ((1 - self.start) * pairs / size).flatten(2, 3).to(output.dtype)
+            return (scale.to(pairs.dtype).view(-1, 1, 1) * pairs / size).flatten(2, 3).to(output.dtype)
 
-        outputs = (*call.output_changes, norm) if self.pairs else call.output_changes
-        return replace(call, weight_changes=(*call.weight_changes, differ), output_changes=outputs)
+        return replace(changed, output_changes=(*call.output_changes, norm))

@@ -294,10 +294,10 @@ def test_modes_of_the_caller_change_nothing(written):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weight_rate", "kept"), [(5.0, "closed_form")])
-def test_trials_go_on_where_they_were(weight_rate, kept, written, tmp_path):
+@pytest.mark.parametrize(("weight_rate", "steps", "kept"), [(5.0, 3, "closed_form"), (1e-3, 8, "outputs")])
+def test_trials_go_on_where_they_were(weight_rate, steps, kept, written, tmp_path):
     """Also in the second of them, whether the result of the first was kept or put back."""
-    path, case = tmp_path / "state", {"steps": 3, "weight_rate": weight_rate}
+    path, case = tmp_path / "state", {"steps": steps, "weight_rate": weight_rate}
 
     def run(stop=None, **given):
         model, made = patch_model(tiny("llama"), "t5", share_layers=False, seed=0), []
@@ -314,9 +314,9 @@ def test_trials_go_on_where_they_were(weight_rate, kept, written, tmp_path):
         return model, report, made
 
     whole, expected, made = run()
-    assert len(made) == 6
+    assert len(made) == 2 * steps
     assert expected.kept == kept
-    _, none, first = run(stop=5, state_file=path)
+    _, none, first = run(stop=steps + 2, state_file=path)
     assert none is None
     resumed, report, rest = run(state_file=path)
     assert first + rest == made

@@ -271,6 +271,13 @@ def test_a_server_is_asked_by_its_address(engine, interface):
         assert silent == (["prompt", "chunks"] if engine == "llama.cpp" else [])
 
 
+def test_what_no_engine_can_be_asked_is_refused():
+    with pytest.raises(ValueError, match=r"choose from vllm, llama\.cpp, transformers"):
+        OtherEngine("vlm", "folder")
+    with pytest.raises(ValueError, match="load the model with dtype=float32"):
+        check(rotating().bfloat16(), engine=OtherEngine("vllm", "folder"))
+
+
 def test_a_server_that_fails_says_so():
     with served(lambda path, data: (400, {"error": "no such model"})) as address:
         with pytest.raises(UnsupportedModelError, match=r"/v1/models answered 400: .*no such model"):

@@ -834,7 +834,7 @@ def test_windows_that_no_stock_class_has(tmp_path):
 def test_yarn_says_how_long_texts_may_be_and_what_runs_it(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     for scaling, length, runs in (
-        (yarn, 256, "runs in transformers 4 and 5 and vLLM"),
+        (yarn, 256, "runs in transformers 4 and 5 and, if it has llama, vLLM"),
         ({"rope_type": "dynamic", "factor": 2.0}, 64, "not in vLLM: its dynamic scaling gives NaN"),
     ):
         model = patch_model(tiny("llama"), "rope", scaling=scaling)

@@ -642,7 +642,7 @@ def softpick_attention(query, key, value, parameters, **options):
 # --- differential: Ye et al. 2024, equation (1): (A_1 - lambda A_2) V, and (3): (1 - lambda_init) RMSNorm over the values of both
 
 
-def differential_attention(query, key, value, parameters, *, kind="each", start=None, **options):
+def differential_attention(query, key, value, parameters, *, kind="each", **options):
     def weigh(h, row):
         first, other, n = (h - h % 2, h - h % 2 + 1, h // 2) if kind == "pairs" else (h, h + 1 - 2 * (h % 2), h)
         return softmax(row(first)) - parameters["factor"][n] * softmax(row(other))
@@ -653,7 +653,7 @@ def differential_attention(query, key, value, parameters, *, kind="each", start=
     normed = []
     for h in range(0, query.shape[1], 2):
         both = torch.cat([heads[:, :, h], heads[:, :, h + 1]], -1)
-        both = (1 - start) * both / torch.sqrt(both.square().mean(-1, keepdim=True) + 1e-5)
+        both = parameters["scale"][h // 2] * both / torch.sqrt(both.square().mean(-1, keepdim=True) + 1e-5)
         normed += both.chunk(2, -1)
     return torch.stack(normed, 2)
 
@@ -810,7 +810,7 @@ CASES: list[Case] = [
     softpick("default"),
     softpick("paper", offset=1.0),
     differential("default", 4),
-    differential("pairs", 4, kind="pairs", start=0.6),
+    differential("pairs", 4, kind="pairs"),
     dape("default", hidden_size=5),
     dape("mixes-heads", hidden_size=3, width=1),
     gated("default"),

@@ -395,6 +395,10 @@ def test_tables_are_in_the_graph_of_a_compiled_model(scheme, monkeypatch):
         assert (compiled(**given).logits - model(**given).logits)[shown].abs().max() <= 1e-3
     assert len(graphs) <= 4
     assert all("flex_attention" in graph for graph in graphs)
+    if scheme == "shaw":  # its near keys are those of slots
+        given["attention_mask"].fill_(1)
+        with pytest.raises(RuntimeError, match="position_ids with gaps"):
+            compiled(**given, position_ids=2 * torch.arange(420)[None])
 
 
 @pytest.mark.gpu

@@ -56,8 +56,6 @@ def owns_the_positions(model, index):
 @pytest.mark.rows(default=5, slow=24)
 @matrix(case=CASES, family=["gpt2", "llama"], index=[0, 2], change=[drop, double])
 def test_a_layer_less_or_more(case, family, index, change, tmp_path):
-    if case == "differential-pairs":
-        pytest.skip("its start depends on the index of a layer")
     model = patched_model(case, family, num_hidden_layers=3)
     refused = owns_the_positions(model, index)
     change(model, index)
