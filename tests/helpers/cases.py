@@ -810,7 +810,7 @@ CASES: list[Case] = [
     softpick("default"),
     softpick("paper", offset=1.0),
     differential("default", 4),
-    differential("pairs", 4, kind="pairs"),
+    differential("pairs", 4, kind="pairs", start=0.6),
     dape("default", hidden_size=5),
     dape("mixes-heads", hidden_size=3, width=1),
     gated("default"),
