@@ -14,7 +14,7 @@ from .core.version import VERSION
 RECIPES = {
     "extend": ("extend_context", "measure a checkpoint, patch, calibrate, fine-tune, measure again"),
     "compare": ("compare_schemes", "do the same for several schemes and seeds on one base: tables"),
-    "evaluate": ("evaluate", "measure perplexity and retrieval of a checkpoint at several context lengths"),
+    "evaluate": ("evaluate", "measure perplexity and recall of a checkpoint at several context lengths"),
     "calibrate": ("calibrate", "patch a stock checkpoint, fit the scheme to the base's attention, and save it"),
 }
 """Command -> the module of hf_posenc.recipes that it starts, and its help."""

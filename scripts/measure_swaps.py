@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc import Matching, calibrate, patch_model
-from hf_posenc.checkpoints.files import replaced
+from hf_posenc.checkpoints.files import new_folder, replaced
 
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
@@ -50,6 +50,7 @@ NOT_SETTINGS = (
     "starts",
     "seeds",
     "untrained",
+    "keep",
 )  # the runs say these
 ASKED_FOR = (
     "yarn",
@@ -123,30 +124,47 @@ def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, 
     return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
 
 
-def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed) -> dict[str, dict]:
+def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed, bfloat16=False, state=None):
     """Train with AdamW, the rate constant after a tenth of warm-up; return the losses at each number of tokens.
 
-    On the way only the first length is measured.
+    On the way only the first length is measured. With `state`, a file, training goes on where that file says.
     """
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
-    per_step, found = batch_size * train.shape[1], {}
+    per_step, found, done = batch_size * train.shape[1], {}, 0
     steps = {math.ceil(tokens / per_step): tokens for tokens in tokens_at}
+    if state is not None and state.exists():
+        saved = torch.load(state, map_location=model.device)
+        found, done = saved["found"], saved["step"]
+        optimizer.load_state_dict(saved["optimizer"])
+        generator.set_state(saved["generator"].cpu())
+        for parameter, value in zip(trained, saved["trained"], strict=True):
+            parameter.data.copy_(value)
     warm = max(1, max(steps) // 10)
-    for step in range(1, max(steps) + 1):
+    for step in range(done + 1, max(steps) + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / warm)
         model.train()
         batch = train[torch.randint(len(train), (batch_size,), generator=generator)].to(model.device)
-        logits = model(batch, use_cache=False).logits[:, :-1]
-        value = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
+            logits = model(batch, use_cache=False).logits[:, :-1]
+        value = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         value.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step in steps:
             first = dict(list(held.items())[:1])
             found[str(steps[step])] = measure(model, held if step == max(steps) else first)
+            print(f"  {steps[step]:,} tokens: {found[str(steps[step])]}", flush=True)
+            if state is not None and step < max(steps):
+                now = {"found": found, "step": step, "optimizer": optimizer.state_dict()}
+                now |= {"generator": generator.get_state(), "trained": [each.data for each in trained]}
+                with replaced(state) as partial:
+                    torch.save(now, partial)
+    if state is not None:
+        state.unlink(missing_ok=True)
     return found
 
 
@@ -175,6 +193,10 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--rate", type=float, default=3e-4, help="of fine-tuning from calibrated starts, and the base")
     parser.add_argument("--plain-rate", type=float, default=1e-3, help="of fine-tuning from plain swaps")
+    parser.add_argument("--count-calibration", action="store_true", help="--tokens are those of calibration as well")
+    parser.add_argument("--bfloat16", action="store_true", help="fine-tune in mixed precision")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="fine-tune adapters of this rank on all linear layers")
+    parser.add_argument("--keep", type=Path, help="folder of calibrated models and of training that goes on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
@@ -205,56 +227,84 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
             partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(name, json.dumps(found), flush=True)
 
-    settings = {"tokens_at": options.tokens}
-    batch_size = options.batch_size
+    def tuned(model: PreTrainedModel, name: str, rate: float, seed: int, begun: int) -> dict:
+        """Return the losses after each number of tokens, and the rate."""
+        points = [each - begun if options.count_calibration else each for each in options.tokens]
+        if options.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=options.lora, target_modules="all-linear"))
+        state = options.keep and options.keep / f"{name}.pt"
+        settings = {"batch_size": options.batch_size, "seed": seed, "bfloat16": options.bfloat16, "state": state}
+        points = [each for each in points if each > 0]
+        after = fine_tune(model, train, held, rate=rate, tokens_at=points, **settings)
+        return {"after": after, "rate": rate}
+
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
+    suffix = f", LoRA {options.lora}" if options.lora else ""
     for seed in options.seeds:
         fine_tunes = any(start not in options.untrained for start in options.starts)
         if not fine_tunes and "base" not in results["runs"]:
             keep("base", {"before": measure(load(checkpoint, options.device), held)})
-        if fine_tunes and (name := f"control, seed {seed}") not in results["runs"]:
+        if fine_tunes and (name := f"control{suffix}, seed {seed}") not in results["runs"]:
             base = load(checkpoint, options.device)
-            before = measure(base, held)
-            after = fine_tune(base, train, held, rate=options.rate, batch_size=batch_size, seed=seed, **settings)
-            keep(name, {"before": before, "after": after, "rate": options.rate})
+            keep(name, {"before": measure(base, held)} | tuned(base, name, options.rate, seed, 0))
         for scheme in options.schemes:
             for start in options.starts:
-                if (name := f"{scheme}, {start}, seed {seed}") in results["runs"]:
+                if (name := f"{scheme}, {start}{suffix}, seed {seed}") in results["runs"]:
                     continue
-                given, hyperparameters = SCHEMES[scheme]
-                swapped = patch_model(load(checkpoint, options.device), given, seed=seed, **hyperparameters)
-                began, report = time.process_time(), None
-                if start != "plain":
-                    matching = Matching(
-                        steps=options.steps,
-                        batch_size=options.calibrate_batch_size,
-                        weight_rate=options.weight_rate,
-                        loss=None if start in ("closed_form", "calibrated") else start,
-                        seed=seed,
-                    )
-                    report = calibrate(
-                        swapped,
-                        short[: options.calibrate_windows],
-                        held_out=HELD_OUT // options.calibrate_length,
-                        closed_windows=FITTED // options.calibrate_length,
-                        matching=None if start == "closed_form" else matching,
-                        judge="loss" if start in ("outputs", "calibrated") else "attention",
-                    )
-                seconds = time.process_time() - began
-                before = measure(swapped, held)
-                rate = options.plain_rate if start == "plain" else options.rate
-                found = {"before": before}
+                swapped, calibration = started(options, checkpoint, short, scheme, start, seed)
+                found = {"before": measure(swapped, held)} | calibration
                 if start not in options.untrained:
-                    after = fine_tune(swapped, train, held, rate=rate, batch_size=batch_size, seed=seed, **settings)
-                    found |= {"after": after, "rate": rate}
-                if report is not None:
-                    found["calibration"] = {
-                        "cpu_seconds": round(seconds, 1),
-                        "tokens": report.tokens,
-                        "kept": report.kept,
-                        "divergence": [round(each.after.mean().item(), 4) for each in report.layers],
-                        "chosen": [list(each.chosen) for each in report.layers],
-                    }
+                    rate = options.plain_rate if start == "plain" else options.rate
+                    found |= tuned(swapped, name, rate, seed, calibration.get("calibration", {}).get("tokens", 0))
                 keep(name, found)
+
+
+def started(
+    options: argparse.Namespace, checkpoint: str, short: torch.Tensor, scheme: str, start: str, seed: int
+) -> tuple[PreTrainedModel, dict]:
+    """Return a swapped model as it starts, and what its calibration reports; kept models are read again."""
+    folder = options.keep and options.keep / f"{scheme}, {start}, seed {seed}"
+    if folder and folder.exists():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(options.device)
+        return model, json.loads((folder / "calibration.json").read_text(encoding="utf-8"))
+    given, hyperparameters = SCHEMES[scheme]
+    swapped = patch_model(load(checkpoint, options.device), given, seed=seed, **hyperparameters)
+    if start == "plain":
+        return swapped, {}
+    began = time.process_time()
+    matching = Matching(
+        steps=options.steps,
+        batch_size=options.calibrate_batch_size,
+        weight_rate=options.weight_rate,
+        loss=None if start in ("closed_form", "calibrated") else start,
+        seed=seed,
+    )
+    report = calibrate(
+        swapped,
+        short[: options.calibrate_windows],
+        held_out=max(1, HELD_OUT // options.calibrate_length),
+        closed_windows=FITTED // options.calibrate_length,
+        matching=None if start == "closed_form" else matching,
+        judge="loss" if start in ("outputs", "calibrated") else "attention",
+        progress=True,
+    )
+    found = {
+        "calibration": {
+            "cpu_seconds": round(time.process_time() - began, 1),
+            "tokens": report.tokens,
+            "kept": report.kept,
+            "divergence": [round(each.after.mean().item(), 4) for each in report.layers],
+            "chosen": [list(each.chosen) for each in report.layers],
+        }
+    }
+    if folder:
+        with new_folder(folder) as made:
+            swapped.save_pretrained(made)
+            (made / "calibration.json").write_text(json.dumps(found), encoding="utf-8")
+    return swapped, found
 
 
 if __name__ == "__main__":

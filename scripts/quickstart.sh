@@ -78,7 +78,7 @@ fi
 
 if [ -n "$embedded" ]; then
     # The base is too small to copy what it has read, with its own positions too: its retrieval is at chance.
-    arguments=(--retrieval-trials 0 ${arguments[@]+"${arguments[@]}"})
+    arguments=(--trials 0 ${arguments[@]+"${arguments[@]}"})
 fi
 # Threads that wait do so asleep. OpenMP's own choice is that they spin, which is a little faster on an idle machine; where
 # another process wants the core, a thread that has work waits for one that spins, and a step of 0.1 s takes many seconds.

@@ -10,7 +10,7 @@ from .perplexity import (
     non_overlapping_perplexity,
     short_context_regression,
 )
-from .retrieval import Cell, induction_copy, passkey
+from .retrieval import Cell, induction_copy, passkey, ruler
 
 __all__ = [
     "Cell",
@@ -26,5 +26,6 @@ __all__ = [
     "passkey",
     "repeat_gain",
     "repeated_ngrams",
+    "ruler",
     "short_context_regression",
 ]

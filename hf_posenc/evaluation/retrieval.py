@@ -9,6 +9,9 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,28 +119,139 @@ def passkey(
     (Kamradt 2023, "needle in a haystack"). For the other arguments, the result and the errors see `induction_copy`.
     """
 
+    def write(depth: float, generator: torch.Generator) -> Question:
+        number = _number(5, generator)
+        needle = f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
+        return Question("", [(depth, needle)], "\nWhat is the pass key? The pass key is", f" {number}")
+
+    cells = [(length, depth) for length in lengths for depth in depths]
+    make = _contexts(tokenizer, text, write)
+    return _measure(model, "passkey", make, 0.1, cells, trials, seed, distributed, progress)
+
+
+def ruler(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    task: str,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    trials: int = 4,
+    text: str = FILLER,
+    seed: int = 0,
+    distributed: bool = False,
+    progress: bool = False,
+) -> list[Cell]:
+    """Ask a task of RULER (Hsieh et al. 2024, arXiv:2404.06654) on generated text.
+
+    `niah_single` asks for the one number in the text that has a name, `niah_multikey` for one of four such numbers,
+    `vt` for the five variables that a chain of assignments gives one value. Questions have RULER's words, without its
+    worked example for `vt`. The depth is that of the number, or of the first assignment; the other ones are further on,
+    the other numbers anywhere. RULER's score is `exact` for numbers, and about `accuracy` for variables, of which it
+    takes any order. For the other arguments, the result and the errors see `passkey`.
+
+    Raises:
+        ValueError: also for an unknown task.
+    """
+    if task not in RULER_TASKS:
+        raise ValueError(f"unknown task {task!r}; choose from {', '.join(RULER_TASKS)}")
+    cells = [(length, depth) for length in lengths for depth in depths]
+    make = _contexts(tokenizer, text, RULER_TASKS[task])
+    return _measure(model, task, make, 0.0 if task == "vt" else 0.1, cells, trials, seed, distributed, progress)
+
+
+class Question(NamedTuple):
+    """The words of a context: its begin, what is hidden in the filler, (depth, words), a question, and the answer."""
+
+    begin: str
+    hidden: list[tuple[float, str]]
+    question: str
+    answer: str
+
+
+Writer = Callable[[float, torch.Generator], Question]
+"""Depth and generator -> the words of a context."""
+ADJECTIVES = "amber brave calm dusty eager fancy gentle hollow icy jolly kind lucky mighty noble odd proud".split()
+NOUNS = "anchor bridge candle desert engine forest garden harbor island jacket kettle ladder market needle".split()
+
+
+def _number(digits: int, generator: torch.Generator) -> str:
+    return str(int(torch.randint(10 ** (digits - 1), 10**digits, (), generator=generator)))
+
+
+def _numbers(count: int, depth: float, generator: torch.Generator) -> Question:
+    """Hide named numbers, and ask for the one at a depth."""
+    drawn = torch.randperm(len(ADJECTIVES) * len(NOUNS), generator=generator)[:count].tolist()
+    names = [f"{ADJECTIVES[each % len(ADJECTIVES)]}-{NOUNS[each // len(ADJECTIVES)]}" for each in drawn]
+    numbers = [_number(7, generator) for _ in names]
+    depths = [depth, *torch.rand(count - 1, generator=generator).tolist()]
+    sentences = [
+        f"\nOne of the special magic numbers for {name} is: {number}.\n"
+        for name, number in zip(names, numbers, strict=True)
+    ]
+    return Question(
+        "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the numbers afterwards.\n",
+        list(zip(depths, sentences, strict=True)),
+        f"\nWhat is the special magic number for {names[0]} mentioned in the provided text? The special magic number "
+        f"for {names[0]} mentioned in the provided text is",
+        f" {numbers[0]}",
+    )
+
+
+def _variables(depth: float, generator: torch.Generator) -> Question:
+    """Hide a chain of five assignments that begins at a depth, and ask for the variables."""
+    letters = torch.randint(26, (5, 5), generator=generator).tolist()
+    names, number = ["".join(chr(ord("A") + each) for each in row) for row in letters], _number(5, generator)
+    depths = [depth, *sorted((depth + (1 - depth) * torch.rand(4, generator=generator)).tolist())]
+    values = [number, *(f"VAR {name}" for name in names)]
+    sentences = [f"\nVAR {name} = {value}\n" for name, value in zip(names, values, strict=False)]
+    return Question(
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+        list(zip(depths, sentences, strict=True)),
+        f"\nQuestion: Find all variables that are assigned the value {number} in the text above. Answer: According to "
+        "the chain(s) of variable assignment in the text above, 5 variables are assigned the value "
+        f"{number}, they are:",
+        f" {' '.join(names)}",
+    )
+
+
+RULER_TASKS: dict[str, Writer] = {
+    "niah_single": partial(_numbers, 1),
+    "niah_multikey": partial(_numbers, 4),
+    "vt": _variables,
+}
+
+
+def _contexts(
+    tokenizer: PreTrainedTokenizerBase, text: str, write: Writer
+) -> Callable[[int, float, torch.Generator], tuple[Tensor, int]]:
+    """Return a function that makes contexts of exactly a given length, for `_measure`; `text` fills them."""
+
     def ids(words: str) -> Tensor:
         return torch.tensor(tokenizer(words, add_special_tokens=False, verbose=False).input_ids, dtype=torch.long)
 
-    filler, question = ids(text), ids("\nWhat is the pass key? The pass key is")
+    filler = ids(text)
     if not len(filler):
         raise ValueError("the filler text is empty")
     start = torch.tensor(tokenizer("").input_ids[:1], dtype=torch.long)  # the token that texts begin with, if any
 
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
-        # Contexts have exactly the given length.
-        number = str(int(torch.randint(10000, 100000, (), generator=generator)))
-        needle = ids(f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n")
-        answer = ids(" " + number)
-        room = length - sum(map(len, (start, needle, question, answer)))
+        words = write(depth, generator)
+        begin, question, answer = map(ids, (words.begin, words.question, words.answer))
+        hidden = [(each, ids(sentence)) for each, sentence in sorted(words.hidden, key=itemgetter(0))]
+        room = length - sum(map(len, (start, begin, *(sentence for _, sentence in hidden), question, answer)))
         if room < 0:
             raise ValueError(f"length {length} is too short for needle and question, which take {length - room} tokens")
         hay = filler.repeat(math.ceil(room / len(filler)))[:room]
-        slot = round(depth * room)
-        return torch.cat([start, hay[:slot], needle, hay[slot:], question, answer]), len(answer)
+        parts, done = [start, begin], 0
+        for each, sentence in hidden:
+            slot = round(each * room)
+            parts += [hay[done:slot], sentence]
+            done = slot
+        return torch.cat([*parts, hay[done:], question, answer]), len(answer)
 
-    cells = [(length, depth) for length in lengths for depth in depths]
-    return _measure(model, "passkey", make, 0.1, cells, trials, seed, distributed, progress)
+    return make
 
 
 def _measure(

@@ -30,7 +30,7 @@ from .models import UNPATCHED, load
 from .one_run import SharedArguments
 from .options import NotNegative, UsageError, parse
 from .results import Results, last_name, read_json, table, without_paths, write_json, write_text
-from .run_report import METHODS, accuracy_by_length
+from .run_report import METHODS, score_by_length
 
 Variants = dict[str, tuple[models.Schemes, dict[str, Any]]]
 """Variant -> its schemes, none for a control, and its own options of `extend`."""
@@ -157,7 +157,7 @@ def make(arguments: Arguments, variants: Variants) -> None:
         accelerator.wait_for_everyone()
         made = read(folder)
         earlier: Results = next(iter(made.values()))[0] if made else {}
-        earlier = {key: earlier[key] for key in ("before", "retrieval_before") if key in earlier}
+        earlier = {key: earlier[key] for key in ("before", "measures_before") if key in earlier}
         shared = one_run.Shared(text, tokenizer, identity, earlier)
         one_run.run(arguments_of_run(arguments, target, seed=seed, **variants[name][1]), shared)
         if accelerator.is_main_process and not arguments.keep_weights:
@@ -206,7 +206,10 @@ def summarize_variant(runs: list[Results]) -> Results:
         "tokens_per_second": statistics.fmean(results["training"]["tokens_per_second"] for results in runs),
         **perplexities([results["after"] for results in runs]),
         "curve": [{"tokens": seeds[0]["tokens"], **spread([seed["loss"] for seed in seeds])} for seeds in curves],
-        "retrieval": accuracy_by_length(cell for results in runs for cell in results["retrieval_after"]),
+        "measures": {
+            name: score_by_length(row for results in runs for row in results["measures_after"][name])
+            for name in runs[0]["measures_after"]
+        },
     }
 
 
@@ -249,12 +252,15 @@ def markdown(summary: Results) -> str:
             rows.append((plain(label), str(len(entry["seeds"])), *(shown(entry[method].get(each)) for each in lengths)))
         about = "Mean and standard deviation over seeds on held-out text; lower is better."
         parts += [f"## Perplexity, {name}", about, table(rows)]
-    rows = [("", "tokens", "tokens/s", "held-out loss at the end", "induction copy, by length")]
+    names = sorted({name for entry in variants.values() for name in entry["measures"]})
+    rows = [("", "tokens", "tokens/s", "held-out loss at the end", *(f"{plain(name)}, by length" for name in names))]
     for label, entry in variants.items():
-        copied = ", ".join(f"{length}: {accuracy:.2f}" for length, accuracy in entry["retrieval"].items())
+        scores = [
+            ", ".join(f"{length}: {score:.2f}" for length, score in entry["measures"][name].items()) for name in names
+        ]
         speed, loss = f"{entry['tokens_per_second']:,.0f}", shown((entry["curve"] or [None])[-1])
-        rows.append((plain(label), f"{entry['tokens']:,}", speed, loss, copied or "-"))
-    return "\n\n".join([*parts, "## Cost, recovery and retrieval", table(rows)]) + "\n"
+        rows.append((plain(label), f"{entry['tokens']:,}", speed, loss, *scores))
+    return "\n\n".join([*parts, "## Cost, recovery and measures", table(rows)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures a checkpoint at several context lengths: patched or stock, with or without a LoRA adapter, on any text.
 
-Both perplexities, bits per byte, loss by position and retrieval are written to --json, and printed as a table.
+Both perplexities, bits per byte, loss by position and --measures are written to --json, and printed as tables.
 With `accelerate launch` several processes share the work, and the numbers are the same.
 
 Examples:
@@ -24,7 +24,7 @@ from .measurements import HeldOutArguments
 from .models import ModelArguments, load
 from .options import UsageError, as_usage_error, parse
 from .results import Results, origin, table, write_json
-from .run_report import METHODS, bits_per_byte, perplexities
+from .run_report import METHODS, bits_per_byte, measure_rows, perplexities
 
 
 @dataclass(kw_only=True)
@@ -86,8 +86,10 @@ def run(arguments: Arguments) -> Results:
             "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
         },
         "measured": rows,
-        "retrieval": measurements.retrieval(model, lengths, arguments.retrieval_trials, accelerator),
+        "measures": measurements.measures(model, tokenizer, corpus.stream(documents).tokens, arguments, accelerator),
     }
+    if results["measures"]:
+        say("\n" + table(measure_rows({"": results["measures"]})))
     if accelerator.is_main_process:
         write_json(Path(arguments.json), results)
     say(f"\nresults     {arguments.json}")

@@ -1,21 +1,29 @@
-"""Measurements of a model at every context length: both perplexities and retrieval."""
+"""Measurements of a model at every context length: both perplexities, and what `--measures` names."""
 
 import math
-from collections.abc import Callable, Sequence
+import pkgutil
+import runpy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
-from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity
+from ..core.did_you_mean import did_you_mean
+from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity, passkey, repeat_gain, ruler
 from .corpus import DataArguments, Document, stream
 from .models import position_limit
-from .options import Natural, UsageError
+from .options import Natural, UsageError, as_usage_error
+from .results import last_name
 from .training import Diverged
 
-SHORTEST_RETRIEVAL = 32
+SHORTEST_MEASURE = 32
 """Least context length for a trial of `induction_copy`, in tokens."""
+PASSAGE = 256
+"""Number of tokens that the measure `repeat_gain` repeats."""
 EVAL_TOKENS = 16384
 """Default of --eval-tokens, unless one of --lengths is longer."""
 CURVE_TOKENS = 8192
@@ -28,11 +36,14 @@ class HeldOutArguments(DataArguments):
 
     Args:
         lengths: context lengths to measure at, in tokens (default: a few around the length of the training).
-        retrieval_trials: trials of the retrieval test (induction copy) per length and lag; 0 skips the test.
+        measures: what is measured at every length beside perplexity: induction_copy, passkey, niah_single,
+            niah_multikey, vt, repeat_gain, or a function of yours as FILE.py:NAME or MODULE:NAME.
+        trials: trials of these measures per length, and depth or lag; 0 skips them.
     """
 
     lengths: list[int] | tuple[int, ...] = ()
-    retrieval_trials: Natural = 8
+    measures: list[str] | tuple[str, ...] = ("induction_copy",)
+    trials: Natural = 8
 
 
 def check(arguments: HeldOutArguments, *default_lengths: int) -> None:
@@ -40,14 +51,16 @@ def check(arguments: HeldOutArguments, *default_lengths: int) -> None:
 
     Set the defaults of `--lengths`, and of `--eval-tokens`, which the longest of them needs.
     """
-    arguments.lengths = sorted({*(arguments.lengths or (max(SHORTEST_RETRIEVAL, each) for each in default_lengths))})
+    arguments.lengths = sorted({*(arguments.lengths or (max(SHORTEST_MEASURE, each) for each in default_lengths))})
     shortest, longest = arguments.lengths[0], arguments.lengths[-1]
     if shortest < 8:
         raise UsageError("--lengths must be at least 8 tokens")
-    if arguments.retrieval_trials and shortest < SHORTEST_RETRIEVAL:
+    for name in arguments.measures:
+        measure_of(name)
+    if arguments.trials and shortest < SHORTEST_MEASURE:
         raise UsageError(
-            f"--retrieval-trials: the test needs --lengths of at least {SHORTEST_RETRIEVAL} tokens, not "
-            f"{shortest}: give longer ones, or --retrieval-trials 0"
+            f"--measures need --lengths of at least {SHORTEST_MEASURE} tokens, not {shortest}: give longer ones, or "
+            "--trials 0"
         )
     if arguments.eval_tokens is None:
         arguments.eval_tokens = max(EVAL_TOKENS, longest)
@@ -121,11 +134,94 @@ def perplexities(
     return rows
 
 
-def retrieval(model: nn.Module, lengths: Sequence[int], trials: int, accelerator: Accelerator) -> list[dict[str, Any]]:
-    """Measure how well the model copies an earlier passage: a cell per lag and possible length."""
+# ------------------------------------------------------------------------------------------------------------- measures
+
+Measure = Callable[..., Sequence[Mapping[str, Any]]]
+"""Called with model, tokenizer and held-out tokens (N,), and with `lengths`, `trials`, `distributed` and `progress`.
+
+It returns rows with the keys `length` and `score`, the number that is shown; other keys are kept in the results."""
+
+
+def _asked(test: Callable[..., Any], *task: str, score: str) -> Measure:
+    def measure(model: nn.Module, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, **options: Any) -> Any:
+        cells = test(model, tokenizer, *task, **options)
+        return [cell.to_dict() | {"score": getattr(cell, score)} for cell in cells]
+
+    return measure
+
+
+def _copied(model: nn.Module, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, **options: Any) -> Any:
+    return [cell.to_dict() | {"score": cell.accuracy} for cell in induction_copy(model, **options)]
+
+
+def _repeated(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, *, lengths: Sequence[int], **options: Any
+) -> Any:
+    options["trials"] = max(2, options["trials"])
+    rows = []
+    for length in lengths:
+        passage, longest = min(PASSAGE, length // 2), len(tokens) - options["trials"] + 1
+        distance = min(length, longest) - passage
+        (gain,) = repeat_gain(model, tokens, distances=[distance], passage=passage, **options)
+        rows.append({"length": length} | gain.to_dict() | {"score": gain.gain})
+    return rows
+
+
+MEASURES: dict[str, Measure] = {
+    "induction_copy": _copied,
+    "passkey": _asked(passkey, score="exact"),
+    "niah_single": _asked(ruler, "niah_single", score="exact"),
+    "niah_multikey": _asked(ruler, "niah_multikey", score="exact"),
+    "vt": _asked(ruler, "vt", score="accuracy"),
+    "repeat_gain": _repeated,
+}
+
+
+@cache  # a file is run once
+def measure_of(name: str) -> Measure:
+    """Return the measure that a word of `--measures` names.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    if name in MEASURES:
+        return MEASURES[name]
+    place, colon, function = name.rpartition(":")
+    if not colon:
+        names = f"{', '.join(MEASURES)}, FILE.py:NAME or MODULE:NAME"
+        raise UsageError(f"--measures: there is no {name}; choose from {names}{did_you_mean(name, MEASURES)}")
+    try:
+        found = runpy.run_path(place)[function] if place.endswith(".py") else pkgutil.resolve_name(name)
+    except Exception as error:  # it is code of others
+        raise UsageError(f"--measures {name} cannot be read: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise UsageError(f"--measures {name} is no function, but {type(found).__name__}")
+    return cast(Measure, found)
+
+
+def measures(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Tensor,
+    arguments: HeldOutArguments,
+    accelerator: Accelerator,
+) -> dict[str, list[dict[str, Any]]]:
+    """Return name -> rows of every measure, at the lengths that the model can run at.
+
+    Raises:
+        UsageError: if a measure returns something else, or its texts do not fit the shortest length.
+    """
     limit = position_limit(model)
-    possible = [length for length in lengths if limit is None or length <= limit]
-    if not (trials and possible):
-        return []
-    options = {"distributed": accelerator.num_processes > 1, "progress": accelerator.is_main_process}
-    return [cell.to_dict() for cell in induction_copy(model, lengths=possible, trials=trials, **options)]
+    lengths = [length for length in arguments.lengths if limit is None or length <= limit]
+    if not (arguments.trials and lengths):
+        return {}
+    options = {"lengths": lengths, "trials": arguments.trials, "distributed": accelerator.num_processes > 1}
+    options["progress"] = accelerator.is_main_process
+    found = {}
+    for name in arguments.measures:
+        with as_usage_error(f"--measures {name}: ", ValueError):
+            rows = [dict(row) for row in measure_of(name)(model, tokenizer, tokens, **options)]
+        if not all({"length", "score"} <= set(row) for row in rows):
+            raise UsageError(f"--measures {name} must return rows with `length` and `score`, not {rows[:1]}")
+        found[last_name(name)] = rows
+    return found

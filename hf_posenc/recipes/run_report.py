@@ -22,12 +22,34 @@ def sliding(rows: list[Results]) -> dict[int, float]:
     return {row["length"]: row["sliding"]["perplexity"] for row in rows if "sliding" in row}
 
 
-def accuracy_by_length(cells: Iterable[Results]) -> dict[int, float]:
-    """Return length -> mean accuracy of the retrieval test, shortest length first."""
+def score_by_length(rows: Iterable[Results]) -> dict[int, float]:
+    """Return length -> mean score of a measure, shortest length first."""
     by_length: dict[int, list[float]] = {}
-    for cell in cells:
-        by_length.setdefault(cell["length"], []).append(cell["accuracy"])
+    for row in rows:
+        by_length.setdefault(row["length"], []).append(row["score"])
     return {length: statistics.fmean(values) for length, values in sorted(by_length.items())}
+
+
+def measures_of(results: Results) -> Rows:
+    """Return the table of measures of a run, before and after."""
+    return measure_rows({time: results[f"measures_{time}"] for time in ("before", "after")})
+
+
+def measure_rows(found: dict[str, dict[str, list[Results]]]) -> Rows:
+    """Return the table of measures, with a row per measure and time; only the header if nothing was measured.
+
+    Args:
+        found: time, such as `before` -> name of a measure -> its rows.
+    """
+    scores = {
+        (name, time): score_by_length(rows) for time, measured in found.items() for name, rows in measured.items()
+    }
+    lengths = sorted({length for by_length in scores.values() for length in by_length})
+    rows: Rows = [("measure", *map(str, lengths))]
+    for (name, time), score in sorted(scores.items(), key=lambda item: list(found).index(item[0][1])):
+        shown = (f"{score[each]:.2f}" if each in score else "-" for each in lengths)
+        rows.append((f"{name}, {time}" if time else name, *shown))
+    return rows
 
 
 def curves_by_position(results: Results) -> dict[str, list[tuple[int, int, float]]]:
@@ -74,10 +96,9 @@ def as_text(results: Results) -> str:
         lines.append(f"{length:>10}  {values[0]:>12} {values[1]:>9}  {values[2]:>14} {values[3]:>9}")
     reasons = [row["impossible"] for row in results["before"] if "impossible" in row]
     lines += [f"\n-: the base cannot run at that length: {reason}" for reason in reasons[:1]]
-    for when in ("before", "after") if results.get("retrieval_after") else ():
-        copied = accuracy_by_length(results[f"retrieval_{when}"])
-        shares = ", ".join(f"{length}: {share:.2f}" for length, share in copied.items())
-        lines.append(f"induction copy, right tokens by length, {when}: {shares or '-'}")
+    for name, *scores in (rows := measures_of(results))[1:]:
+        by_length = ", ".join(f"{length}: {score}" for length, score in zip(rows[0][1:], scores, strict=True))
+        lines.append(f"{name}, by length: {by_length}")
     return "\n".join([*lines, "", calibration_line(results["calibration"])])
 
 

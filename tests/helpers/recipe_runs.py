@@ -25,7 +25,7 @@ def options(folder, text, output, **changes):
         "gradient_accumulation": 2,
         "steps": 6,
         "recovery_steps": 2,
-        "retrieval_trials": 0,
+        "trials": 0,
         "calibrate": "none",
     } | changes
     return [

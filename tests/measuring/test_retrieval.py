@@ -1,13 +1,14 @@
 """Retrieval tests, on a model that finds everything, on one that guesses, and on one that only looks nearby."""
 
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_posenc.evaluation import induction_copy, passkey
+from hf_posenc.evaluation import induction_copy, passkey, ruler
 
 VOCABULARY = 300
 
@@ -56,9 +57,10 @@ class Digits:
 TESTS = {
     "induction": lambda model, **options: induction_copy(model, passage=6, **options),
     "passkey": lambda model, **options: passkey(model, Digits(), **options),
+    "multikey": lambda model, **options: ruler(model, Digits(), "niah_multikey", **options),
     "needle": lambda model, **options: passkey(model, Digits(), text="Call me Ishmael. ", **options),
 }
-LENGTHS = {"induction": [16, 40], "passkey": [140, 180], "needle": [140, 150]}
+LENGTHS = {"induction": [16, 40], "passkey": [140, 180], "needle": [140, 150], "multikey": [700]}
 
 
 def test_an_oracle_finds_everything():
@@ -87,6 +89,44 @@ def test_a_model_that_guesses_gets_nothing(name):
         assert 0 < cell.chance <= 0.1
 
 
+class Perfect(Oracle):
+    """Knows every token before it comes, and keeps the texts that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def forward(self, input_ids, use_cache=None):
+        self.texts += ["".join(map(chr, row)) for row in input_ids.tolist()]
+        logits = nn.functional.one_hot(input_ids.roll(-1, 1), VOCABULARY) * self.sure
+        return CausalLMOutput(logits=logits)
+
+
+@pytest.mark.parametrize(("task", "hidden"), [("niah_single", 1), ("niah_multikey", 4), ("vt", 5)])
+def test_a_reader_of_ruler_finds_the_answer_in_the_text(task, hidden):
+    """The answer is worked out again from the sentences that stand in the text."""
+    model = Perfect()
+    cells = ruler(model, Digits(), task, lengths=[900], depths=(0.0, 0.4, 1.0), trials=2)
+    assert all(cell.exact == 1 and cell.length == 900 for cell in cells)
+    assert len(set(model.texts)) == 6
+    for index, text in enumerate(model.texts):
+        assert len(text) == 900
+        if task == "vt":
+            found = re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", text, re.MULTILINE)
+            asked = re.search(r"assigned the value (\d+) in the text", text)[1]
+            values = {}
+            for name, value in found:
+                values[name] = values.get(value, value)
+            answer = " ".join(name for name, value in values.items() if value == asked)
+        else:
+            found = re.findall(r"^One of the special magic numbers for (\S+) is: (\d+)\.$", text, re.MULTILINE)
+            answer = dict(found)[re.search(r"special magic number for (\S+) mentioned", text)[1]]
+        assert len(found) == hidden
+        assert text.endswith(f" {answer}")
+        needle = text.index(f"VAR {answer[:5]} =" if task == "vt" else f": {answer}.")
+        assert needle > (0, 0.15, 0.35)[index // 2] * len(text)  # the words of the question are long here
+
+
 def test_contexts_depend_on_the_seed_alone():
     options = {"lengths": [16, 40], "trials": 4, "depths": (0.0, 0.5)}
     model = Oracle(reach=12, sure=1.0)
@@ -105,6 +145,7 @@ def test_contexts_depend_on_the_seed_alone():
         (lambda model: induction_copy(model, lengths=[40], depths=(1.5,)), "between 0 and 1"),
         (lambda model: induction_copy(model, lengths=[40], trials=0), "trials must be at least 1"),
         (lambda model: passkey(model, Digits(), lengths=[200, 60]), "length 60 is too short"),
+        (lambda model: ruler(model, Digits(), "niah", lengths=[900]), "unknown task 'niah'; choose from niah_single"),
         (lambda model: passkey(model, Digits(), text="", lengths=[200]), "filler text is empty"),
     ],
 )

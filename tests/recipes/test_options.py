@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc.core.command_arguments import option, parser_of
 
-KEYS = ("before", "retrieval_before", "after", "retrieval_after", "measured", "retrieval")
+KEYS = ("before", "measures_before", "after", "measures_after", "measured", "measures")
 
 
 def module_of(recipe):
@@ -38,7 +38,7 @@ class Run:
         arguments = module_of(self.recipe).Arguments
         known = {field.name for field in dataclasses.fields(arguments)}
         output = self.folder / f"out-{len(list(self.folder.glob('out-*')))}"
-        values = {"lengths": "32 48", "retrieval_trials": 1, "steps": 4, "batch_size": 2, "gradient_accumulation": 1}
+        values = {"lengths": "32 48", "trials": 1, "steps": 4, "batch_size": 2, "gradient_accumulation": 1}
         values |= {"learning_rate": 1e-2, "warmup_steps": 0, "recovery_steps": None, **EXTRA[self.recipe](self.folder)}
         values |= {"output": output} | ({"json": output / "a.json"} if self.recipe == "evaluate" else {})
         dropped = dict.fromkeys({"train_length", "calibrate", "eval_tokens", "model", *values} - known)
@@ -206,7 +206,8 @@ MEASURING = {
     "packing": numbers({"eval_tokens": 700}, packing="documents"),
     "eval_tokens": numbers(eval_tokens=300),
     "lengths": numbers(lengths="32 40"),
-    "retrieval_trials": numbers(retrieval_trials=2),
+    "measures": numbers(measures="induction_copy repeat_gain"),
+    "trials": numbers(trials=2),
 }
 TRAINING = {
     "train_length": numbers(train_length=40),

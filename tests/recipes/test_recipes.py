@@ -26,7 +26,7 @@ def small(checkpoint, text, output, **changes):
 
 def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     output = tiny_checkpoints / "out"
-    given = {"gradient_accumulation": 2, "retrieval_trials": 1, "lengths": "32 64", "eval_every": 2}
+    given = {"gradient_accumulation": 2, "trials": 1, "lengths": "32 64", "eval_every": 2}
     results = recipe.main(small(tiny_checkpoints / "gpt2", text, output, **given))
     written = json.loads((output / "results.json").read_text())
     assert written == json.loads(json.dumps(results))
@@ -46,8 +46,8 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     assert "sliding" in written["before"][0]
     assert written["before"][1] == {"length": 64, "impossible": "its table ends at 32 positions"}
     assert all({"sliding", "non_overlapping", "by_position", "bits_per_byte"} < set(row) for row in written["after"])
-    assert {cell["length"] for cell in written["retrieval_before"]} == {32}
-    assert {cell["length"] for cell in written["retrieval_after"]} == {32, 64}
+    assert {cell["length"] for cell in written["measures_before"]["induction_copy"]} == {32}
+    assert {cell["length"] for cell in written["measures_after"]["induction_copy"]} == {32, 64}
 
     # The checkpoint is the model that was measured, on text that was not trained on.
     model = hf_posenc.from_pretrained(output / "model")
@@ -65,9 +65,57 @@ def test_end_to_end(recipe, tiny_checkpoints, text, capsys):
     assert "the base cannot run at that length: its table ends at 32 positions" in printed
     assert {"before", "training", "after"} <= set(written["seconds"])
     assert f"{written['after'][1]['sliding']['perplexity']:.3f}" in printed
-    right = [cell["accuracy"] for cell in written["retrieval_before"]]
-    assert f"induction copy, right tokens by length, before: 32: {sum(right) / len(right):.2f}\n" in printed
+    right = [cell["accuracy"] for cell in written["measures_before"]["induction_copy"]]
+    assert f"induction_copy, before, by length: 32: {sum(right) / len(right):.2f}, 64: -\n" in printed
     assert str(output) in printed
+
+
+MEASURE = """
+def words(model, tokenizer, tokens, *, lengths, trials, distributed, progress):
+    return [{"length": length, "score": trials + len(tokens) / 1000, "why": "mine"} for length in lengths]
+
+def wrong(*arguments, **options):
+    return [{"length": 32}]
+
+number = 3
+"""
+
+
+def test_a_measure_of_a_users_own(recipe, tiny_checkpoints, text, capsys):
+    output, file = tiny_checkpoints / "out", tiny_checkpoints / "mine.py"
+    file.write_text(MEASURE)
+    given = {"scheme": "alibi", "trials": 3, "lengths": "32 64", "measures": f"repeat_gain {file}:words"}
+    results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
+    name, score = "mine.py:words", 3 + results["data"]["held_out_tokens"] / 1000
+    rows = [{"length": length, "score": score, "why": "mine"} for length in (32, 64)]
+    assert results["measures_before"][name] == results["measures_after"][name] == rows
+    gains = {row["length"]: row["score"] for row in results["measures_after"]["repeat_gain"]}
+    shown = f"| {gains[32]:.2f} | {gains[64]:.2f} |"
+    card = (output / "model" / "README.md").read_text()
+    assert f"| repeat_gain, after {shown}" in card
+    assert f"mine.py:words, before | {score:.2f} | {score:.2f} |" in card
+    assert f"{name}, after, by length: 32: {score:.2f}, 64: {score:.2f}" in capsys.readouterr().out
+    assert str(tiny_checkpoints) not in card
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        ("inductioncopy", "--measures: there is no inductioncopy; choose from induction_copy, passkey"),
+        ("MINE:none", "mine.py:none cannot be read: KeyError: 'none'"),
+        ("MINE:number", "mine.py:number is no function, but int"),
+        ("json:none", "--measures json:none cannot be read: AttributeError"),
+        ("MINE:wrong", "must return rows with `length` and `score`, not [{'length': 32}]"),
+        ("passkey", "--measures passkey: length 32 is too short for needle and question"),
+    ],
+)
+def test_wrong_measures(recipe, tiny_checkpoints, text, capsys, measure, message):
+    file = tiny_checkpoints / "mine.py"
+    file.write_text(MEASURE)
+    given = {"trials": 1, "lengths": "32 64", "measures": measure.replace("MINE", str(file))}
+    with pytest.raises(SystemExit):
+        recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", **given))
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -75,7 +123,7 @@ def test_the_card_says_what_was_measured(recipe, tiny_checkpoints, text):
     from hf_posenc.recipes import model_card as cards
 
     output = tiny_checkpoints / "out"
-    given = {"scheme": "alibi", "retrieval_trials": 1, "lengths": "32 64"}
+    given = {"scheme": "alibi", "trials": 1, "lengths": "32 64"}
     results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
     card = (output / "model" / "README.md").read_text()
     for row in results["before"] + results["after"]:
@@ -260,8 +308,8 @@ WRONG = {
     "control with options": ({"scheme": "unpatched", "lora_rank": 4}, "takes neither --scheme-args nor --lora-rank"),
     "control beyond the table": ({"scheme": "unpatched"}, "--scheme unpatched ends at 32 positions"),
     "too short for retrieval": (
-        {"retrieval_trials": 1, "lengths": "16 32"},
-        "--retrieval-trials: the test needs --lengths of at least 32 tokens, not 16",
+        {"trials": 1, "lengths": "16 32"},
+        "--measures need --lengths of at least 32 tokens, not 16",
     ),
     "few eval tokens": ({"eval_tokens": 40}, "--eval-tokens 40 is less than the longest of --lengths, 48"),
     "scheme": ({"scheme": "albi"}, ", ".join(hf_posenc.available_schemes())),
@@ -548,7 +596,7 @@ def test_evaluate(recipes, recipe, tiny_checkpoints, text):
     recipe.main(small(tiny_checkpoints / "llama", text, tiny_checkpoints / "out", scheme="alibi"))
     target = tiny_checkpoints / "measured.json"
     words = ["--data", str(text), "--separator", r"\f", "--lengths", "16", "48", "--json", str(target)]
-    words += ["--retrieval-trials", "0", "--eval-tokens", "100000"]
+    words += ["--trials", "0", "--eval-tokens", "100000"]
     patched = evaluate.main(["--model", str(tiny_checkpoints / "out" / "model"), *words])
     stock = evaluate.main(["--model", str(tiny_checkpoints / "llama"), *words])
     assert json.loads(target.read_text()) == json.loads(json.dumps(stock))

@@ -268,7 +268,7 @@ def test_a_base_with_a_weight_that_is_no_number_is_refused(recipe, training, tin
     evaluate = importlib.import_module("hf_posenc.recipes.evaluate")
     words = ["--model", str(folder / "llama"), "--data", str(text), "--lengths", "16", "--eval-tokens", "64"]
     with pytest.raises(SystemExit, match="the loss at 16 tokens is not finite"):
-        evaluate.main([*words, "--retrieval-trials", "0", "--json", str(folder / "found.json")])
+        evaluate.main([*words, "--trials", "0", "--json", str(folder / "found.json")])
     assert not (folder / "found.json").exists()
 
 
