@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc import Matching, calibrate, patch_model
+from hf_posenc import Matching, calibrate, lora_config, patch_model, schemes_of
 from hf_posenc.checkpoints.files import new_folder, replaced
 
 SCHEMES = {
@@ -35,9 +36,12 @@ SCHEMES = {
     **{
         f"transformer_xl_{count}_far": ("transformer_xl", {"frequencies": count, "longest": 10000}) for count in (8, 16)
     },
+    "transformer_xl_window": ("transformer_xl", {"window": 512, "sinks": 4}),
     "transformer_xl_16_further": ("transformer_xl", {"longest": 32768}),
     "shaw": ("shaw", {}),
     "nope_every_fourth": ("nope", {"layers": "3::4"}),
+    "yarn_2": ("rope", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    "window_sinks": ("rope", {"window": 512, "sinks": 4}),
     "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
     "window": ("rope", {"window": 512}),
     "far_rope": ("far_rope", {}),
@@ -54,7 +58,9 @@ NOT_SETTINGS = (
 )  # the runs say these
 ASKED_FOR = (
     "yarn",
+    "yarn_2",
     "window",
+    "window_sinks",
     "far_rope",
     "nope_every_fourth",
     *(name for name in SCHEMES if name.startswith("transformer_xl_")),
@@ -81,29 +87,30 @@ def windows(parts: list[list[int]], length: int) -> torch.Tensor:
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-RESULTS = Path(__file__).parents[1] / "docs/measured/swaps.json"
-"""What was measured for README's table and the pictures."""
+MEASURED = Path(__file__).parents[1] / "docs/measured"
+SMALL, LARGE = MEASURED / "swaps.json", MEASURED / "smollm2.json"
+"""What was measured for README's table and the pictures: on stories260K, and on SmolLM2-135M-Instruct."""
 
 
-def kept_runs(variant: str) -> list[dict[str, Any]]:
+def kept_runs(variant: str, results: Path) -> list[dict[str, Any]]:
     """Return the kept runs of a variant, such as `control` or `t5, plain`, one per seed."""
-    runs = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"]
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
     return [run for name, run in runs.items() if name.rpartition(", seed ")[0] == variant]
 
 
-def loss_by_length(variant: str, *, tuned: bool) -> dict[int, list[float]]:
+def loss_by_length(variant: str, *, tuned: bool, results: Path = SMALL) -> dict[int, list[float]]:
     """Return length -> losses of all kept runs in nats, before or after all of their fine-tuning."""
-    runs = kept_runs(variant)
+    runs = kept_runs(variant, results)
     found = [run["after"][max(run["after"], key=int)] if tuned else run["before"] for run in runs]
     return {int(length): [losses[length] for losses in found] for length in found[0]}
 
 
-def loss_by_tokens(variant: str, length: int) -> dict[int, list[float]]:
+def loss_by_tokens(variant: str, length: int, results: Path = SMALL) -> dict[int, list[float]]:
     """Return tokens that were read, those of the calibration included -> losses of all kept runs at a length."""
     found: dict[int, list[float]] = {}
-    for run in kept_runs(variant):
+    for run in kept_runs(variant, results):
         begun = run.get("calibration", {}).get("tokens", 0)
-        for tokens, losses in {"0": run["before"], **run["after"]}.items():
+        for tokens, losses in {"0": run["before"], **run.get("after", {})}.items():
             found.setdefault(begun + int(tokens), []).append(losses[str(length)])
     return found
 
@@ -122,6 +129,13 @@ def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
 def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float]:
     """Return the loss at each length."""
     return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
+
+
+@torch.no_grad()
+def written(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Return how a model goes on after a prompt, by greedy decoding."""
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+    return tokenizer.decode(model.eval().generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
 
 
 def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed, bfloat16=False, state=None):
@@ -173,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model")
     parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
+    parser.add_argument("--schemes", nargs="*", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "calibrated"])
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
@@ -196,7 +210,10 @@ def main() -> int:
     parser.add_argument("--count-calibration", action="store_true", help="--tokens are those of calibration as well")
     parser.add_argument("--bfloat16", action="store_true", help="fine-tune in mixed precision")
     parser.add_argument("--lora", type=int, metavar="RANK", help="fine-tune adapters of this rank on all linear layers")
-    parser.add_argument("--keep", type=Path, help="folder of calibrated models and of training that goes on")
+    parser.add_argument("--prompt", help="of a text that every model writes, which the results keep")
+    parser.add_argument(
+        "--keep", type=Path, help="folder of calibrated and fine-tuned models, and of training that goes on"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, required=True, help="results; what is there already is not run again")
     options = parser.parse_args()
@@ -204,7 +221,7 @@ def main() -> int:
     results["settings"] = {k: v for k, v in vars(options).items() if k not in NOT_SETTINGS}
     results["settings"] |= {"checkpoint": Path(options.checkpoint).name, "text": options.text.name}
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
-    run(options, options.checkpoint, documents(tokenizer, options.text.read_text(encoding="utf-8")), results)
+    run(options, tokenizer, results)
     return 0
 
 
@@ -213,8 +230,9 @@ def load(checkpoint: str, device: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
 
 
-def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], results: dict) -> None:
+def run(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, results: dict) -> None:
     """Measure what is not in the results yet."""
+    checkpoint, parts = options.checkpoint, documents(tokenizer, options.text.read_text(encoding="utf-8"))
     first = split(parts)
     train = windows(parts[:first], options.length)
     short = windows(parts[:first], options.calibrate_length)
@@ -227,18 +245,30 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
             partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(name, json.dumps(found), flush=True)
 
+    def as_it_is(model: PreTrainedModel) -> dict:
+        """Return the losses, and what the model writes."""
+        text = {"writes": written(model, tokenizer, options.prompt)} if options.prompt else {}
+        return {"before": measure(model, held)} | text
+
     def tuned(model: PreTrainedModel, name: str, rate: float, seed: int, begun: int) -> dict:
         """Return the losses after each number of tokens, and the rate."""
         points = [each - begun if options.count_calibration else each for each in options.tokens]
         if options.lora:
-            from peft import LoraConfig, get_peft_model
-
-            model = get_peft_model(model, LoraConfig(r=options.lora, target_modules="all-linear"))
+            torch.manual_seed(seed)  # PEFT draws its weights
+            config = LoraConfig(r=options.lora, target_modules="all-linear")
+            model = get_peft_model(model, lora_config(model, r=options.lora) if schemes_of(model) else config)
         state = options.keep and options.keep / f"{name}.pt"
         settings = {"batch_size": options.batch_size, "seed": seed, "bfloat16": options.bfloat16, "state": state}
         points = [each for each in points if each > 0]
         after = fine_tune(model, train, held, rate=rate, tokens_at=points, **settings)
-        return {"after": after, "rate": rate}
+        if options.lora:
+            model = model.merge_and_unload()
+        if options.keep:
+            with new_folder(options.keep / f"{name}, fine-tuned") as made:
+                model.save_pretrained(made)
+                tokenizer.save_pretrained(made)
+        text = {"writes_after": written(model, tokenizer, options.prompt)} if options.prompt else {}
+        return {"after": after, "rate": rate} | text
 
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)
@@ -246,16 +276,16 @@ def run(options: argparse.Namespace, checkpoint: str, parts: list[list[int]], re
     for seed in options.seeds:
         fine_tunes = any(start not in options.untrained for start in options.starts)
         if not fine_tunes and "base" not in results["runs"]:
-            keep("base", {"before": measure(load(checkpoint, options.device), held)})
+            keep("base", as_it_is(load(checkpoint, options.device)))
         if fine_tunes and (name := f"control{suffix}, seed {seed}") not in results["runs"]:
             base = load(checkpoint, options.device)
-            keep(name, {"before": measure(base, held)} | tuned(base, name, options.rate, seed, 0))
+            keep(name, as_it_is(base) | tuned(base, name, options.rate, seed, 0))
         for scheme in options.schemes:
             for start in options.starts:
                 if (name := f"{scheme}, {start}{suffix}, seed {seed}") in results["runs"]:
                     continue
                 swapped, calibration = started(options, checkpoint, short, scheme, start, seed)
-                found = {"before": measure(swapped, held)} | calibration
+                found = as_it_is(swapped) | calibration
                 if start not in options.untrained:
                     rate = options.plain_rate if start == "plain" else options.rate
                     found |= tuned(swapped, name, rate, seed, calibration.get("calibration", {}).get("tokens", 0))

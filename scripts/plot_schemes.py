@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure_swaps import loss_by_length, loss_by_tokens
+from measure_swaps import LARGE, loss_by_length, loss_by_tokens
 
 from hf_posenc.analysis import Decay, decay, plots, scheme_vectors
 
@@ -71,6 +71,20 @@ def cost_of_swaps() -> Any:
     return plots.loss_curve(curves, xlabel="tokens read", title="What a swap costs: stories260K at its own length")
 
 
+def recovery_of_swaps() -> Any:
+    """Draw the loss of swaps in SmolLM2-135M-Instruct against all tokens read."""
+    shown = {
+        "the base, fine-tuned": "control",
+        "transformer_xl, plain swap": "transformer_xl, plain",
+        "transformer_xl, calibrated": "transformer_xl_window, calibrated",
+    }
+    curves = {
+        label: [(tokens, losses[0]) for tokens, losses in loss_by_tokens(variant, TRAINED, LARGE).items()]
+        for label, variant in shown.items()
+    }
+    return plots.loss_curve(curves, xlabel="tokens read", title="SmolLM2-135M-Instruct: loss at 512 tokens")
+
+
 def reach_of_swaps() -> Any:
     """Draw perplexity by length of base, YaRN, plain and calibrated swap, all fine-tuned; exp of the seeds' mean loss."""
     shown = {
@@ -98,6 +112,7 @@ GALLERY: dict[str, Callable[[], Any]] = {
     "decay-integrals": decay_of_integrals,
     "calibration": cost_of_swaps,
     "reach": reach_of_swaps,
+    "recovery": recovery_of_swaps,
 }
 """Name of a picture -> function that draws it."""
 

@@ -175,6 +175,51 @@ def test_the_benchmark_of_attention_runs(script, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_a_measurement_of_swaps_goes_on_where_it_was(script, tiny_checkpoints, text, monkeypatch):
+    """Killed while it fine-tunes, and run again: the numbers of an undisturbed run. Fewer tokens for what calibrated."""
+    swaps, folder = script("measure_swaps"), tiny_checkpoints
+    text.write_text(text.read_text().replace("\f", "\n\n"))
+    monkeypatch.setattr(swaps, "HELD_OUT", 64)
+    monkeypatch.setattr(swaps, "FITTED", 64)
+    words = f"{folder}/llama {text} --schemes shaw --length 16 --lengths 16 32 --held-out-tokens 64 --steps 2 --lora 2"
+    words += " --calibrate-length 16 --calibrate-windows 30 --tokens 700 900 --batch-size 8 --count-calibration"
+
+    def run(name):
+        made = f" --keep {folder}/{name} --json {folder}/{name}.json --prompt Once"
+        monkeypatch.setattr("sys.argv", ["measure_swaps.py", *(words + made).split()])
+        swaps.main()
+        return json.loads((folder / f"{name}.json").read_text())["runs"]
+
+    expected = run("whole")
+    assert len(expected) == 3
+    calibrated = expected["shaw, calibrated, LoRA 2, seed 0"]
+    begun = calibrated["calibration"]["tokens"]
+    assert list(calibrated["after"]) == [str(each - begun) for each in (700, 900)]
+    assert calibrated["writes"].startswith("Once")
+    assert calibrated["writes_after"].startswith("Once")
+    assert calibrated["before"] != expected["shaw, plain, LoRA 2, seed 0"]["before"]
+    measure, calls = swaps.measure, []
+
+    def killed(*arguments):
+        calls.append(1)
+        if len(calls) == 9:  # the last model's first measurement while it trains is kept already
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(swaps, "measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run("parts")
+    assert list((folder / "parts").glob("*.pt")) == [folder / "parts" / "shaw, calibrated, LoRA 2, seed 0.pt"]
+    monkeypatch.setattr(swaps, "measure", measure)
+    found = run("parts")
+    del calibrated["calibration"]["cpu_seconds"]
+    del found["shaw, calibrated, LoRA 2, seed 0"]["calibration"]["cpu_seconds"]
+    assert found == expected
+    assert not list((folder / "parts").glob("*.pt"))
+
+
+@pytest.mark.slow
 def test_the_suite_for_gpus_runs_dry(tmp_path):
     """Each of its stages, on a CPU; a stage that fails fails alone."""
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
