@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -32,8 +33,8 @@ from hf_posenc.recipes.run_report import as_text
 from hf_posenc.schemes.base import EVERY_SCHEME
 
 sys.path.insert(0, str(Path(__file__).parent))
+from measure_swaps import LARGE, kept_runs, loss_by_length
 from measure_swaps import SCHEMES as SWAPS
-from measure_swaps import loss_by_length
 
 ROOT = Path(__file__).parents[1]
 
@@ -197,6 +198,55 @@ def swaps() -> str:
     return table(["perplexity at", "seeds", *(f"{length:,}" for length in losses)], rows)
 
 
+RECOVERED = {
+    "control": "the base",
+    "transformer_xl, plain": "`transformer_xl`, plain swap",
+    "transformer_xl_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, calibrated",
+    "nope_every_fourth, plain": '`nope`, `layers="3::4"`, plain swap',
+    "nope_every_fourth, calibrated": '`nope`, `layers="3::4"`, calibrated',
+    "t5, plain": "`t5`, `share_layers=False`, plain swap",
+    "t5, calibrated": "`t5`, `share_layers=False`, calibrated",
+    "shaw, plain": "`shaw`, plain swap",
+    "shaw, calibrated": "`shaw`, calibrated",
+}
+"""Variant of the runs on SmolLM2 -> its name in the table."""
+
+
+def recovered() -> str:
+    """What swaps of SmolLM2 cost: losses less the untouched base's, before training and after all of it."""
+    base = {length: losses[0] for length, losses in loss_by_length("control", tuned=False, results=LARGE).items()}
+    rows = [["the base, untouched", "0", *(f"{loss:.2f}" for loss in base.values())]]
+    for variant, label in RECOVERED.items():
+        for run in kept_runs(variant, LARGE):
+            begun = run.get("calibration", {}).get("tokens", 0)
+            measured = {begun: run["before"]} if variant != "control" else {}
+            if after := run.get("after"):
+                last = max(after, key=int)
+                measured[begun + int(last)] = after[last]
+            for tokens, losses in measured.items():
+                what = label if tokens == begun else f"{label}, fine-tuned"
+                more = (f"{losses[str(length)] - loss:+.2f}" for length, loss in base.items())
+                rows.append([what, f"{round(tokens, -3):,}", *more])
+    return table(["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)], rows)
+
+
+def samples() -> str:
+    """What the models of that table write, as a block of text."""
+    shown = {"base": ("control", "writes"), "plain swap": ("transformer_xl, plain", "writes")}
+    shown |= {
+        "calibrated": ("transformer_xl_window, calibrated", "writes"),
+        "fine-tuned": ("transformer_xl_window, calibrated", "writes_after"),
+    }
+    lines = []
+    for label, (variant, key) in shown.items():
+        (run,) = kept_runs(variant, LARGE)
+        lines += [
+            f"{label}:",
+            *textwrap.wrap(" ".join(run[key].split()), 116, initial_indent="  ", subsequent_indent="  "),
+        ]
+    return "\n".join(["```text", *lines, "```"])
+
+
 def cell(losses: list[float]) -> str:
     """The perplexity of the mean loss, and the standard deviation over seeds."""
     mean = math.exp(statistics.fmean(losses))
@@ -210,7 +260,8 @@ def quickstart() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"schemes": lambda: f"{code(available_schemes())}.", "results": swaps},
+    "README.md": {"schemes": lambda: f"{code(available_schemes())}.", "results": recovered, "samples": samples},
+    "docs/results.md": {"results": swaps},
     "docs/schemes.md": {"schemes": schemes},
     "docs/families.md": {"families": served, "multimodal": multimodal, "refused": refused},
     "docs/fine_tune.md": {"quickstart": quickstart},

@@ -36,7 +36,7 @@ def stand_in(folder: str) -> None:
         vocab_size=len(alphabet),
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         max_position_embeddings=8192,
         initializer_range=0.2,

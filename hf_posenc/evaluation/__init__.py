@@ -10,7 +10,7 @@ from .perplexity import (
     non_overlapping_perplexity,
     short_context_regression,
 )
-from .retrieval import Cell, induction_copy, passkey, ruler
+from .retrieval import Cell, induction_copy, retrieve
 
 __all__ = [
     "Cell",
@@ -23,9 +23,8 @@ __all__ = [
     "measure_context",
     "measure_generation",
     "non_overlapping_perplexity",
-    "passkey",
     "repeat_gain",
     "repeated_ngrams",
-    "ruler",
+    "retrieve",
     "short_context_regression",
 ]

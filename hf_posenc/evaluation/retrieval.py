@@ -99,9 +99,10 @@ def induction_copy(
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 
 
-def passkey(
+def retrieve(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
+    task: str = "passkey",
     *,
     lengths: Sequence[int],
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -111,52 +112,38 @@ def passkey(
     distributed: bool = False,
     progress: bool = False,
 ) -> list[Cell]:
-    """Hide a five-digit number in a text and ask for it (Mohtashami and Jaggi 2023, arXiv:2305.16300).
+    """Hide something in a text and ask for it. Models that follow no instructions may fail at every length.
 
-    Papers report `exact`. Base models that follow no instructions may fail it at every length. The sentences take about
-    64 tokens, and a shorter length raises ValueError. `tokenizer` is the model's tokenizer, and the depth is that of
-    the number. `text` is repeated to fill the context: by default the paper's filler; in real text the test is harder
-    (Kamradt 2023, "needle in a haystack"). For the other arguments, the result and the errors see `induction_copy`.
-    """
+    `passkey` (Mohtashami and Jaggi 2023, arXiv:2305.16300) hides a number of five digits. The other tasks are those of
+    RULER (Hsieh et al. 2024, arXiv:2404.06654): `niah_single` asks for the one number in the text that has a name,
+    `niah_multikey` for one of four such numbers, `vt` for the five variables that a chain of assignments gives one
+    value, in RULER's words, without its worked example. The depth is that of the number, or of the first assignment;
+    the other assignments are further on, the other numbers anywhere. Papers report `exact` for numbers. RULER takes
+    variables in any order, and its share of them is about `accuracy`.
 
-    def write(depth: float, generator: torch.Generator) -> Question:
-        number = _number(5, generator)
-        needle = f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
-        return Question("", [(depth, needle)], "\nWhat is the pass key? The pass key is", f" {number}")
+    Args:
+        model: a causal language model, patched or not; set to eval mode and back.
+        tokenizer: the model's tokenizer.
+        task: `passkey`, `niah_single`, `niah_multikey` or `vt`.
+        lengths: lengths of contexts in tokens, with begin, question and answer, which take 64 to 160 tokens.
+        depths: see above; 0 is the start.
+        trials: number of contexts per length and depth.
+        text: repeated to fill the context: by default the papers' filler; in real text the test is harder (Kamradt
+            2023, "needle in a haystack").
+        seed: seed of the contexts, as for `induction_copy`.
+        distributed: divide the trials among the processes of `torch.distributed`. All processes get the same result.
+        progress: show a progress bar, in trials.
 
-    cells = [(length, depth) for length in lengths for depth in depths]
-    make = _contexts(tokenizer, text, write)
-    return _measure(model, "passkey", make, 0.1, cells, trials, seed, distributed, progress)
-
-
-def ruler(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    task: str,
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
-    trials: int = 4,
-    text: str = FILLER,
-    seed: int = 0,
-    distributed: bool = False,
-    progress: bool = False,
-) -> list[Cell]:
-    """Ask a task of RULER (Hsieh et al. 2024, arXiv:2404.06654) on generated text.
-
-    `niah_single` asks for the one number in the text that has a name, `niah_multikey` for one of four such numbers,
-    `vt` for the five variables that a chain of assignments gives one value. Questions have RULER's words, without its
-    worked example for `vt`. The depth is that of the number, or of the first assignment; the other ones are further on,
-    the other numbers anywhere. RULER's score is `exact` for numbers, and about `accuracy` for variables, of which it
-    takes any order. For the other arguments, the result and the errors see `passkey`.
+    Returns:
+        One cell per length and depth.
 
     Raises:
-        ValueError: also for an unknown task.
+        ValueError: as for `induction_copy`, for an unknown task, or a length that is too short.
     """
-    if task not in RULER_TASKS:
-        raise ValueError(f"unknown task {task!r}; choose from {', '.join(RULER_TASKS)}")
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; choose from {', '.join(TASKS)}")
     cells = [(length, depth) for length in lengths for depth in depths]
-    make = _contexts(tokenizer, text, RULER_TASKS[task])
+    make = _contexts(tokenizer, text, TASKS[task])
     return _measure(model, task, make, 0.0 if task == "vt" else 0.1, cells, trials, seed, distributed, progress)
 
 
@@ -177,6 +164,13 @@ NOUNS = "anchor bridge candle desert engine forest garden harbor island jacket k
 
 def _number(digits: int, generator: torch.Generator) -> str:
     return str(int(torch.randint(10 ** (digits - 1), 10**digits, (), generator=generator)))
+
+
+def _passkey(depth: float, generator: torch.Generator) -> Question:
+    """Hide a number, and ask for it."""
+    number = _number(5, generator)
+    needle = f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
+    return Question("", [(depth, needle)], "\nWhat is the pass key? The pass key is", f" {number}")
 
 
 def _numbers(count: int, depth: float, generator: torch.Generator) -> Question:
@@ -216,7 +210,8 @@ def _variables(depth: float, generator: torch.Generator) -> Question:
     )
 
 
-RULER_TASKS: dict[str, Writer] = {
+TASKS: dict[str, Writer] = {
+    "passkey": _passkey,
     "niah_single": partial(_numbers, 1),
     "niah_multikey": partial(_numbers, 4),
     "vt": _variables,

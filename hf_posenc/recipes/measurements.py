@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..core.did_you_mean import did_you_mean
-from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity, passkey, repeat_gain, ruler
+from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity, repeat_gain, retrieve
 from .corpus import DataArguments, Document, stream
 from .models import position_limit
 from .options import Natural, UsageError, as_usage_error
@@ -142,16 +142,13 @@ Measure = Callable[..., Sequence[Mapping[str, Any]]]
 It returns rows with the keys `length` and `score`, the number that is shown; other keys are kept in the results."""
 
 
-def _asked(test: Callable[..., Any], *task: str, score: str) -> Measure:
+def _asked(task: str, score: str) -> Measure:
     def measure(model: nn.Module, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, **options: Any) -> Any:
-        cells = test(model, tokenizer, *task, **options)
+        copies = task == "induction_copy"
+        cells = induction_copy(model, **options) if copies else retrieve(model, tokenizer, task, **options)
         return [cell.to_dict() | {"score": getattr(cell, score)} for cell in cells]
 
     return measure
-
-
-def _copied(model: nn.Module, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, **options: Any) -> Any:
-    return [cell.to_dict() | {"score": cell.accuracy} for cell in induction_copy(model, **options)]
 
 
 def _repeated(
@@ -168,11 +165,11 @@ def _repeated(
 
 
 MEASURES: dict[str, Measure] = {
-    "induction_copy": _copied,
-    "passkey": _asked(passkey, score="exact"),
-    "niah_single": _asked(ruler, "niah_single", score="exact"),
-    "niah_multikey": _asked(ruler, "niah_multikey", score="exact"),
-    "vt": _asked(ruler, "vt", score="accuracy"),
+    "induction_copy": _asked("induction_copy", "accuracy"),
+    "passkey": _asked("passkey", "exact"),
+    "niah_single": _asked("niah_single", "exact"),
+    "niah_multikey": _asked("niah_multikey", "exact"),
+    "vt": _asked("vt", "accuracy"),
     "repeat_gain": _repeated,
 }
 

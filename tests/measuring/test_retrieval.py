@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_posenc.evaluation import induction_copy, passkey, ruler
+from hf_posenc.evaluation import induction_copy, retrieve
 
 VOCABULARY = 300
 
@@ -56,9 +56,9 @@ class Digits:
 
 TESTS = {
     "induction": lambda model, **options: induction_copy(model, passage=6, **options),
-    "passkey": lambda model, **options: passkey(model, Digits(), **options),
-    "multikey": lambda model, **options: ruler(model, Digits(), "niah_multikey", **options),
-    "needle": lambda model, **options: passkey(model, Digits(), text="Call me Ishmael. ", **options),
+    "passkey": lambda model, **options: retrieve(model, Digits(), **options),
+    "multikey": lambda model, **options: retrieve(model, Digits(), "niah_multikey", **options),
+    "needle": lambda model, **options: retrieve(model, Digits(), text="Call me Ishmael. ", **options),
 }
 LENGTHS = {"induction": [16, 40], "passkey": [140, 180], "needle": [140, 150], "multikey": [700]}
 
@@ -106,7 +106,7 @@ class Perfect(Oracle):
 def test_a_reader_of_ruler_finds_the_answer_in_the_text(task, hidden):
     """The answer is worked out again from the sentences that stand in the text."""
     model = Perfect()
-    cells = ruler(model, Digits(), task, lengths=[900], depths=(0.0, 0.4, 1.0), trials=2)
+    cells = retrieve(model, Digits(), task, lengths=[900], depths=(0.0, 0.4, 1.0), trials=2)
     assert all(cell.exact == 1 and cell.length == 900 for cell in cells)
     assert len(set(model.texts)) == 6
     for index, text in enumerate(model.texts):
@@ -144,9 +144,9 @@ def test_contexts_depend_on_the_seed_alone():
         (lambda model: induction_copy(model, lengths=[40], passage=2), "passage must be at least 3"),
         (lambda model: induction_copy(model, lengths=[40], depths=(1.5,)), "between 0 and 1"),
         (lambda model: induction_copy(model, lengths=[40], trials=0), "trials must be at least 1"),
-        (lambda model: passkey(model, Digits(), lengths=[200, 60]), "length 60 is too short"),
-        (lambda model: ruler(model, Digits(), "niah", lengths=[900]), "unknown task 'niah'; choose from niah_single"),
-        (lambda model: passkey(model, Digits(), text="", lengths=[200]), "filler text is empty"),
+        (lambda model: retrieve(model, Digits(), lengths=[200, 60]), "length 60 is too short"),
+        (lambda model: retrieve(model, Digits(), "niah", lengths=[900]), "unknown task 'niah'; choose from passkey"),
+        (lambda model: retrieve(model, Digits(), text="", lengths=[200]), "filler text is empty"),
     ],
 )
 def test_wrong_arguments(call, message):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +41,7 @@ def test_python_runs_as_pasted(page, script, tiny_checkpoints, monkeypatch):
     """
     run_docs = script("run_docs")
     monkeypatch.chdir(tiny_checkpoints)
-    smollm = Path(shutil.copytree("llama", "HuggingFaceTB/SmolLM2-135M")) / "config.json"
-    smollm.write_text(json.dumps(json.loads(smollm.read_text()) | {"max_position_embeddings": 8192}))
+    script("ten_lines").stand_in("HuggingFaceTB/SmolLM2-135M-Instruct")
     multimodal("llava").save_pretrained("llava-hf/llava-1.5-7b-hf")
     assert available_schemes()  # all are registered before the registry is copied, and put back
     monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))  # a page may register schemes and families
