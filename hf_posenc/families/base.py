@@ -113,6 +113,8 @@ class RotationFacts:
         config_temperature: the same for a factor of layers without a sliding window, by attributes of the config.
         attention_bias: module that makes the base's own positions, a bias on scores. The attention hands the bias to
             transformers' attention interface as `position_bias`. `None` means that there is none.
+        bias_parameters: names of the two parameters that make the bias, if it is what the scheme `inkling` computes by
+            its map of hidden states and its profiles. `None` means that the base has no such bias.
         unrotated_twin: model type that computes the same and can leave layers unrotated; it may be this type. A model
             with some unrotated layers is exported as this type. `None` means that no such type exists.
         windowed_twin: model type that computes the same in a sliding window, the same in every layer. `None` means that
@@ -148,6 +150,7 @@ class RotationFacts:
     attention_temperature: Mapping[str, Any] = field(default_factory=dict)
     config_temperature: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: str | None = None
+    bias_parameters: tuple[str, str] | None = None
     unrotated_twin: str | None = None
     windowed_twin: str | None = None
     wide_twin: str | None = None

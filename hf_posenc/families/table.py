@@ -100,10 +100,15 @@ _ROWS = (
     _row(
         "inkling_text",
         names=_INKLING_NAMES,
-        rotation=replace(_INKLING, config_temperature={"log_scaling_n_floor": None}),
+        rotation=replace(
+            _INKLING,
+            config_temperature={"log_scaling_n_floor": None},
+            bias_parameters=("r_proj.weight", "rel_logits_proj.proj"),
+        ),
         drops_position_ids=True,
         joins_documents=True,
         undivided=_CONVOLUTIONS,
+        note="`nope` can be exported, also beside an `inkling` of the same size",
     ),
     # It gives each query an attention sink, too, and its position ids reach the attention.
     _row(

@@ -47,6 +47,7 @@ class StockForm:
         waves: whether waves of the distance become more dimensions of heads, see `checkpoints.wide_heads`.
         within_length: whether the waves are what the scheme adds only within a length.
         windows: the sliding window of each layer that a scheme has given one, in tokens.
+        biases: layer -> a map of hidden states and profiles, which the base's own bias by distance shall have.
     """
 
     turned: tuple[bool, ...]
@@ -54,6 +55,7 @@ class StockForm:
     waves: bool = False
     within_length: bool = False
     windows: dict[int, int] = field(default_factory=dict)
+    biases: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def unturned(self, layers: Sequence[int], **changes: Any) -> StockForm:
         """Return the form with these layers unrotated, and with other changes."""

@@ -461,8 +461,8 @@ def test_a_factor_of_the_base_goes_with_its_bias(model_type):
     assert verify(model).ok
     with pytest.raises(UnsupportedModelError, match=r"heads of inkling2?_text differ in size"):
         patch_model(decoder(model_type, swa_head_dim=16), "rope")
-    with pytest.raises(UnsupportedModelError, match="no stock class computes nope"):
-        export_stock(patch_model(stock, "nope"), "nowhere")
+    with pytest.raises(UnsupportedModelError, match=r"no stock class computes alibi|its attention has other parts"):
+        export_stock(patch_model(stock, "alibi"), "nowhere", length=64)
 
 
 @pytest.mark.parametrize("engine", ["auto", "reference", "chunked"])
@@ -537,3 +537,32 @@ def test_the_scheme_that_is_the_bias_of_inkling(kinds):
         output.square().sum().backward()
     for parameter, weight in pairs:
         assert relative(parameter.grad, weight.grad) <= 1e-6
+
+
+OWN_BIAS = [Inkling(rank=4, extent=32, layers=[0]), Inkling(rank=4, extent=12, layers=[1])]
+"""Of the rank and the extents that the layers of `decoder("inkling_text")` have."""
+
+
+@pytest.mark.skipif("inkling_text" not in INKLINGS, reason="an older release lacks it")
+@pytest.mark.parametrize(
+    ("schemes", "floor"),
+    [([Nope()], None), ([Nope(), *OWN_BIAS], None), ([Nope(layers=[0]), OWN_BIAS[0]], 4), ([Nope(layers=[1])], None)],
+)
+def test_what_has_the_bias_of_the_base_is_exported(schemes, floor, tmp_path):
+    """A stock model has one setting for the factor on queries: it stays where no layer of that kind is replaced."""
+    model = randomize(patch_model(decoder("inkling_text"), schemes))
+    export_stock(model, tmp_path)
+    exported = CONFIG_MAPPING["inkling_text"].from_pretrained(tmp_path)
+    assert exported.log_scaling_n_floor == floor
+    stock = type(decoder("inkling_text")).from_pretrained(tmp_path)
+    assert relative(logits(stock), logits(model)) <= EXACT
+
+
+@pytest.mark.skipif("inkling_text" not in INKLINGS, reason="an older release lacks it")
+@pytest.mark.parametrize(
+    "schemes", [OWN_BIAS, [Nope(), Inkling(rank=4, extent=12)], [Nope(), Gated()], [Nope(window=5)]]
+)
+def test_what_has_another_bias_is_not_exported(schemes, tmp_path):
+    """Two biases in a layer, another extent, a scheme beside, a window."""
+    with pytest.raises(UnsupportedModelError, match="no stock class computes"):
+        export_stock(patch_model(decoder("inkling_text"), schemes), tmp_path)
