@@ -71,7 +71,7 @@ def padding_outcome(runner: Subject, about: str) -> Outcome:
     by one, with a cache.
     """
     alone, excuse, base = about == "left padding", None, runner.base
-    if alone and base is not None and base.scaled_by_position and base.family.rotation.attention_temperature:
+    if alone and base is not None and base.scaled_by_position and not base.has_temperature:
         excuse = "the queries of this model type grow with the slot, which counts padding"
     short, long = runner.tokens(LENGTH if alone else LENGTH - PADDING), runner.tokens(LENGTH)
     is_token = torch.nn.functional.pad(torch.ones_like(short), (PADDING, 0))
@@ -170,7 +170,8 @@ def position_outcomes(runner: Subject, about: str) -> Iterator[Outcome]:
         raise NotMeasuredError("the config does not say the trained length")
     tokens, ids = runner.tokens(LENGTH), runner.positions(LENGTH)
     begin = runner.at(tokens, ids)
-    if change(runner.at(tokens, torch.zeros_like(ids)), begin) <= runner.tolerance:
+    counts = base is not None and base.family.convolves_keys and bool(base.scaled_by_position)
+    if counts or change(runner.at(tokens, torch.zeros_like(ids)), begin) <= runner.tolerance:
         raise NotMeasuredError("position_ids change no logits: there are none, or the model counts tokens itself")
     by_one = change(runner.at(tokens, ids + 1), begin)
     if relative and runner.answers["rotation"] and by_one > runner.tolerance:
@@ -218,6 +219,8 @@ def window_outcomes(runner: Subject, about: str) -> Iterator[Outcome]:
         if getattr(runner.config, "sliding_window", None) is not None:
             raise NotMeasuredError("no family says which layers of this model type have the window")
         return
+    if base.family.convolves_keys:
+        raise NotMeasuredError("a key also holds the tokens before it, which a layer convolves")
     windows = base.windows
     long = [layer for layer, window in windows.items() if window > longest]
     if long:

@@ -39,6 +39,8 @@ def _positions(family: Family) -> str:
     rotation = family.rotation
     if family.attention is not None and family.attention.positions is not None:
         return family.attention.positions
+    if rotation.attention_bias is not None:
+        return "a learned bias by distance on the scores, and queries scaled by position, in place of a rotation"
     if family.has_table or rotation.rotary is None:
         return "a learned table at the input" if family.has_table else "none"
     rotates_part = rotation.slices_rotary or rotation.attention_part is not None
@@ -72,7 +74,7 @@ def _without(family: Family) -> tuple[str, ...]:
     They are the rotary schemes if it has no rotary module and its attention cannot be replaced. They are the schemes
     that use numbers of tokens if these would be lost.
     """
-    cannot_rotate = family.rotation.rotary is None and family.attention is None
+    cannot_rotate = family.rotation.rotary is None and family.attention is None and not family.convolves_keys
     found = []
     for name in available_schemes():
         with suppress(PluginError):  # of a broken plugin

@@ -186,6 +186,18 @@ _Responses = dict[Any, float]
 the absence of an addition, by (name of the scheme, index of the layer)."""
 
 
+def _moved(call: LayerCall, other: LayerCall) -> LayerCall:
+    """Return a call at the positions of another one, with its own hidden states: of some families they are several."""
+    shape = call.hidden_states.shape
+
+    def pick(own: object, theirs: object) -> object:
+        is_state = isinstance(own, Tensor) and own.shape[:2] == shape[:2] and own.shape[-1] == shape[-1]
+        return own if is_state else theirs
+
+    kwargs = {name: pick(call.kwargs[name], each) for name, each in other.kwargs.items()}
+    return LayerCall(call.hidden_states, tuple(map(pick, call.args, other.args)), kwargs)
+
+
 class _Verification:
     """The measurements of `verify` on one model, within a `trial`."""
 
@@ -265,7 +277,7 @@ class _Verification:
         }
         for index, (layer, call, other) in enumerate(zip(layers, calls, others, strict=True)):
             original = again(layer, call)
-            found[index] = change(again(layer, other, call.hidden_states, **self.lent(call)), original)
+            found[index] = change(again(layer, _moved(call, other), **self.lent(call)), original)
             for key, module in self.modules.items():
                 if key[1] == index:
 
@@ -306,7 +318,9 @@ class _Verification:
         """Return whether each layer must respond to its positions."""
         base = self.base
         stock_responds = self.family.always_replaced and base.own_scheme(tuple(base.sizes)) is not None
-        expected = [stock_responds or rotated for rotated in base.rotated]  # of layers without a scheme
+        scaled = () if self.family.drops_position_ids else base.scaled_by_position
+        # Of layers without a scheme.
+        expected = [stock_responds or rotated or index in scaled for index, rotated in enumerate(base.rotated)]
         for scheme in sorted(self.patch.schemes, key=lambda scheme: scheme.joins):
             for layer in base.layers_of(scheme):
                 kept = expected[layer] and scheme.joins
@@ -375,12 +389,7 @@ class _Verification:
                 stock = {"engine": "reference", "window": window, "kept_first": 0, "rotation": None}
                 undo.apply(Keep(attention, on_attention, stock))
                 plain, changed = again(attention, call), self.lent(call)
-                if family.always_replaced:
-                    other = LayerCall(other.hidden_states, (), named(attention, other.args, other.kwargs))
-                # The residual holds positions, but comes from outside the attention.
-                if residual := family.attention and family.attention.residual:
-                    changed[residual] = named(attention, call.args, call.kwargs)[residual]
-                leftover = change(again(attention, other, call.hidden_states, **changed), plain)
+                leftover = change(again(attention, _moved(call, other), **changed), plain)
                 undo.apply(SetAttribute(attention.config, "_attn_implementation_internal", "eager"))
                 error = change(plain, self.eager_output(attention, call))
             finally:

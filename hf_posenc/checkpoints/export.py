@@ -47,6 +47,7 @@ def export_stock(
     - `nope` in all or some layers of llama and smollm3, as a SmolLM3 that leaves these layers unrotated;
     - these with `window=`, one for all layers that have it, as a Mistral or a SmolLM3;
     - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model;
+    - `nope` in all or some layers of inkling_text, also beside `inkling` of the `rank` and `extent` of its own bias;
     - `transformer_xl`, in all layers or with `nope` in the others, of families whose queries and keys are projections
       of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike;
     - `alibi` without windows likewise, in float32 and within `length` tokens, to 0.001 nats of its bias.
@@ -130,10 +131,14 @@ def _stock_model(
     weights = {key: value for key, value in model.state_dict().items() if key not in own_keys}
     stock_module = base.modules.position_table if form.table else base.modules.rotary
     has_both = base.has_table and base.modules.rotary is not None  # the stock model would bring the other one back
-    if (patch.attends and not form.windows) or stock_module is None or has_both or (form.windows and form.table):
+    has_bias = base.family.rotation.bias_parameters is not None and not form.table and not form.windows
+    is_other = (patch.attends and not form.windows) or stock_module is None or has_both
+    if not has_bias and (is_other or (form.windows and form.table)):
         raise _nothing_fits(patch, base)
     rotated = list(form.turned)
-    if form.table:
+    if base.family.rotation.bias_parameters is not None:
+        settings |= _write_biases(weights, patch, base, form)
+    elif form.table:
         count = num_positions or patch.limit or TABLE_LENGTH
         if patch.limit is not None and count > patch.limit:
             raise ValueError(f"the table has {patch.limit} positions, not {count}")
@@ -165,6 +170,20 @@ def _stock_model(
     return stock
 
 
+def _write_biases(weights: dict[str, Any], patch: Patch, base: BaseModel, form: StockForm) -> dict[str, Any]:
+    """Give the base's own bias by distance the schemes' parameters, or 0, where they replace it; return settings."""
+    facts, replacing = base.family.rotation, [scheme for scheme in patch.schemes if not scheme.joins]
+    replaced = {layer for scheme in replacing for layer in base.layers_of(scheme)}
+    if form.biases.keys() - replaced or (base.scaled_by_position and replaced - base.windows.keys()):
+        raise _nothing_fits(patch, base)  # layers with two biases, or a factor on the queries of some layers
+    paths = {child: name for name, child in base.model.named_modules()}
+    for layer in replaced:
+        keys = [f"{paths[base.modules.attention_of[layer]]}.{name}" for name in facts.bias_parameters or ()]
+        own = (weights[keys[0]], torch.zeros_like(weights[keys[1]]))
+        weights.update(zip(keys, form.biases.get(layer, own), strict=True))
+    return {} if base.scaled_by_position else dict(facts.config_temperature)
+
+
 def _nothing_fits(patch: Patch, base: BaseModel) -> UnsupportedModelError:
     """Return an error that no stock class fits, and which schemes can be exported."""
     return UnsupportedModelError(
@@ -172,7 +191,7 @@ def _nothing_fits(patch: Patch, base: BaseModel) -> UnsupportedModelError:
         "rotate (but not rope on a part of each head where they rotate whole heads), nope in some or all layers from "
         "families with a twin that leaves layers unrotated (llama, smollm3), both also with one window, vectors at the "
         "input from families with a table (gpt2, opt), transformer_xl from families whose heads can be wider (llama, "
-        "mistral, qwen2)"
+        "mistral, qwen2), nope with or without inkling from families with such a bias of their own (inkling_text)"
     )
 
 

@@ -254,12 +254,12 @@ def lora_config(
         # The module has no parameters here, but it has some on a stock base. So PEFT refuses the adapter there.
         modules_to_save.append(str(names.position_table))
     # PEFT ties embeddings only under names that it lists. GPT-2's `wte` is not listed.
-    tied = embeddings and model.config.tie_word_embeddings and names.token_embedding in EMBEDDING_LAYER_NAMES
+    tied = getattr(model.config, "tie_word_embeddings", False) and names.token_embedding in EMBEDDING_LAYER_NAMES
     children = {name: child for attention in base.modules.attentions for name, child in attention.named_children()}
     defaults = {
         "target_modules": sorted(name for name in children if isinstance(children[name], (nn.Linear, Conv1D))),
         "fan_in_fan_out": any(isinstance(child, Conv1D) for child in children.values()),
-        "ensure_weight_tying": tied,
+        "ensure_weight_tying": embeddings and tied,
         "task_type": "CAUSAL_LM",
     }
     return name_base(model, LoraConfig(modules_to_save=modules_to_save or None, **{**defaults, **options}))

@@ -29,13 +29,14 @@ class Call:
         softcap: soft cap of scores that are products of vectors, `cap * tanh(score / cap)`; None means no cap.
         dropout: probability that an attention weight is dropped.
         weights: whether the caller wants the attention weights (B, H, Q, L).
-        sinks: (H,) or None. One more score per head in the softmax; its weight is dropped.
+        sinks: (H,), or (B, H, Q), or None. One more score per head in the softmax; its weight is dropped.
         numbers: (B, H, L) or (B, H, L, N), or None. Numbers of the tokens of the keys, for the addition that made them.
         query_numbers: (B, H, Q, N) or None. Numbers of the tokens of the queries, for the module that made them.
         by_module: name of a module -> its `query_numbers`.
         log_gates: (B, H, L) or None. Logarithms of forget gates, one for each token of the keys. A score gets the sum
             over the visible tokens after its key.
         key_bias: (B, H, L) or None. Added to the score of each key, whatever the query, after a soft cap.
+        base_bias: (B, H, Q, L) or None. The base's own positions, in layers that keep them, added after a soft cap.
         score_changes: functions of a call and its masked scores (B, H, Q, L), applied in turn. They return other
             scores; hidden keys stay hidden.
         normaliser: function of masked scores that returns weights, in place of the softmax; None means the softmax. A
@@ -60,6 +61,7 @@ class Call:
     numbers: Tensor | None = None
     log_gates: Tensor | None = None
     key_bias: Tensor | None = None
+    base_bias: Tensor | None = None
     query_numbers: Tensor | None = None
     by_module: Mapping[str, Tensor] = field(default_factory=dict)
     score_changes: tuple[Callable[[Call, Tensor], Tensor], ...] = ()
@@ -97,7 +99,7 @@ class Call:
         """Return the call for some of its queries and keys, given as slices or indices (N,)."""
         by_key = (self.numbers, self.log_gates, self.key_bias)
         numbers, log_gates, key_bias = (None if each is None else each[:, :, keys] for each in by_key)
-        own = self.query_numbers
+        own, sinks, base = self.query_numbers, self.sinks, self.base_bias
         return replace(
             self,
             query=self.query[:, :, queries],
@@ -107,6 +109,8 @@ class Call:
             numbers=numbers,
             log_gates=log_gates,
             key_bias=key_bias,
+            base_bias=None if base is None else base[:, :, queries][..., keys],
+            sinks=sinks if sinks is None or sinks.ndim == 1 else sinks[:, :, queries],
             query_numbers=None if own is None else own[:, :, queries],
             by_module={name: each[:, :, queries] for name, each in self.by_module.items()},
         )
@@ -171,14 +175,16 @@ class Call:
 
     @property
     def has_token_bias(self) -> bool:
-        """Whether numbers of tokens are added to scores: forget gates, or biases of keys."""
-        return self.log_gates is not None or self.key_bias is not None
+        """Whether numbers of tokens are added to scores: forget gates, biases of keys, or the base's own bias."""
+        return any(each is not None for each in (self.log_gates, self.key_bias, self.base_bias))
 
     def token_bias(self) -> Tensor:
         """Return what numbers of tokens add to scores, (B, H, Q, L), if `has_token_bias`."""
         bias = None if self.key_bias is None else self.key_bias[:, :, None].expand(-1, -1, self.query.shape[2], -1)
         if self.log_gates is not None:
             bias = self.gate_bias() if bias is None else bias + self.gate_bias()
+        if self.base_bias is not None:
+            bias = self.base_bias if bias is None else bias + self.base_bias
         assert bias is not None
         return bias
 
@@ -213,7 +219,8 @@ class Call:
             scores = change(self, scores).masked_fill(scores < least / 2, least)
         if self.sinks is None:
             return scores
-        sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        sinks = self.sinks[:, None] if self.sinks.ndim == 1 else self.sinks
+        sinks = sinks.to(scores.dtype)[..., None].expand(*scores.shape[:-1], 1)
         return torch.cat([scores, sinks], -1)
 
     def normalise(self, scores: Tensor) -> Tensor:

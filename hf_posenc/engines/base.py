@@ -25,7 +25,7 @@ class Engine:
         few_kernels: whether it launches fewer kernels than the next one, so that on CUDA no size is too small for it.
         traced: whether torch.compile can trace it.
         sinks: whether it takes calls with attention sinks.
-        token_bias: whether it takes calls with forget gates or biases of keys.
+        token_bias: whether it takes calls with forget gates, biases of keys or a bias of the base.
         weight_changes: whether it takes calls whose weights are something else than the softmax of scores.
         real: whether it takes positions that are real numbers.
         value_sizes: whether it takes values whose size differs from that of queries and keys. Otherwise smaller
@@ -75,7 +75,7 @@ class Engine:
         if call.sinks is not None and not self.sinks:
             return "the model has attention sinks, which this engine does not compute"
         if call.has_token_bias and not self.token_bias:
-            return "the layer adds numbers of tokens to its scores (forget gates), which this engine does not compute"
+            return "the layer adds forget gates or a bias of the base to scores, which this engine does not compute"
         if call.changes_weights and not self.weight_changes:
             return "the layer makes weights of scores otherwise than by a softmax, which this engine does not compute"
         if call.positions.real and not self.real:

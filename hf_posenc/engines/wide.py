@@ -51,6 +51,8 @@ class Wide(Engine):
             return "the scheme has no form: its scores are computed pair by pair, which is slow by nature"
         if not call.form.positional and not call.has_token_bias:
             return "nothing is added to scores"
+        if call.base_bias is not None:
+            return "the base adds a bias of its own to the scores, pair by pair"
         if call.weights:
             return "attention weights were asked for, which only the reference engine has"
         if call.softcap is not None:

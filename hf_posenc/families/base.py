@@ -110,6 +110,11 @@ class RotationFacts:
         parameter_magnitudes: factors on cosines and sines that `rotary` reads in place of transformers' own.
         parameter_frequencies: what `rotary` itself computes frequencies from, under a `rope_type` of transformers.
         attention_temperature: attribute of an attention with such a factor -> the value that switches the factor off.
+        config_temperature: the same for a factor of layers without a sliding window, by attributes of the config.
+        attention_bias: module that makes the base's own positions, a bias on scores. The attention hands the bias to
+            transformers' attention interface as `position_bias`. `None` means that there is none.
+        bias_parameters: names of the two parameters that make the bias, if it is what the scheme `inkling` computes by
+            its map of hidden states and its profiles. `None` means that the base has no such bias.
         unrotated_twin: model type that computes the same and can leave layers unrotated; it may be this type. A model
             with some unrotated layers is exported as this type. `None` means that no such type exists.
         windowed_twin: model type that computes the same in a sliding window, the same in every layer. `None` means that
@@ -143,6 +148,9 @@ class RotationFacts:
     parameter_magnitudes: tuple[str, ...] = ()
     parameter_frequencies: tuple[str, ...] = ()
     attention_temperature: Mapping[str, Any] = field(default_factory=dict)
+    config_temperature: Mapping[str, Any] = field(default_factory=dict)
+    attention_bias: str | None = None
+    bias_parameters: tuple[str, str] | None = None
     unrotated_twin: str | None = None
     windowed_twin: str | None = None
     wide_twin: str | None = None
@@ -234,6 +242,11 @@ class Family:
     def mask_as_bool(self) -> bool:
         """Whether its decoder converts the mask to bool, or to two numbers that stand for True and False."""
         return self.attention is not None and self.attention.mask_as_bool
+
+    @property
+    def convolves_keys(self) -> bool:
+        """Whether its attention convolves keys. They are rotated as they enter the cache, queries in our function."""
+        return self.rotation.attention_bias is not None
 
     @property
     def has_latent_attention(self) -> bool:

@@ -37,8 +37,6 @@ class OwnAttention:
             with `scaling=1.0`.
         output_projection: attribute of the attention that holds its output projection.
         cache: argument of the attention that holds the key-value cache.
-        residual: argument of the attention that holds the residual, if `merge_heads` adds it. `None` means that the
-            layer adds it.
         idle_rotary: path from the decoder to a rotary module whose cos and sin our replacement does not read.
         positions_in_mask: `position_ids` do not reach the layers, so the package puts them into the position channel.
         mask_as_bool: the decoder converts the mask to bool, or to two numbers that stand for True and False.
@@ -54,7 +52,6 @@ class OwnAttention:
     query_is_scaled: ClassVar[bool] = False
     output_projection: ClassVar[str] = "out_proj"
     cache: ClassVar[str] = "past_key_values"
-    residual: ClassVar[str | None] = None
     idle_rotary: ClassVar[str | None] = None
     positions_in_mask: ClassVar[bool] = False
     mask_as_bool: ClassVar[bool] = False

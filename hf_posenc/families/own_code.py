@@ -81,11 +81,8 @@ class _Xglm(_Opt):
 _ALIBI = "a bias by distance on the scores (ALiBi)"
 
 
-def no_alibi(*args: object, **kwargs: object) -> None:
-    """Return no ALiBi bias.
-
-    It stands in for the decoder's function that makes one, because our attention reads none.
-    """
+def no_bias(*args: object, **kwargs: object) -> None:
+    """Return no bias, in place of a base's own function that makes one by position."""
     return
 
 
@@ -108,9 +105,8 @@ class _Dense(OwnAttention):
 class _Bloom(_Dense):
     positions_in_mask = True
     positions = _ALIBI
-    residual = "residual"
     alibi_factor = 1.0
-    decoder_attributes: ClassVar = {"build_alibi_tensor": no_alibi}
+    decoder_attributes: ClassVar = {"build_alibi_tensor": no_bias}
 
     def split_heads(self, attention: Stock, hidden_states: Tensor) -> Heads:
         return split_fused(attention.query_key_value(hidden_states), attention.num_heads, attention.head_dim)
@@ -130,7 +126,7 @@ class _Mpt(OwnAttention):
     positions_in_mask = True
     mask_as_bool = True
     positions = _ALIBI
-    decoder_attributes: ClassVar = {"build_mpt_alibi_tensor": no_alibi}
+    decoder_attributes: ClassVar = {"build_mpt_alibi_tensor": no_bias}
     alibi_factor = 1.0
     dropout_at = "attn_dropout_p"
     scaling_at = "softmax_scale"

@@ -29,8 +29,7 @@ _TYPES = {
     # Learned indexers that choose keys, biases from hidden states, compressed keys, two softmaxes, hashing.
     "its attention computes scores or positions in a way of its own, which is not supported yet": (
         "axk2 beam cpmant ctrl deepseek_v32 deepseek_v4 diffllama doge dots3_note_text glm5_next_text glm_moe_dsa "
-        "hy_v4 inkling2_text inkling_text minimax_m3_vl_text mistral_large4_text qwen4_exp_text reformer "
-        "unlimited_ocr_text xlnet zaya"
+        "hy_v4 minimax_m3_vl_text mistral_large4_text qwen4_exp_text reformer unlimited_ocr_text xlnet zaya"
     ),
     # Attentions that layers share, layers with two of them, with a rotary module each, or run more than once.
     "its layers and attentions are arranged in a way of their own, which is not supported yet": (
@@ -52,7 +51,7 @@ _TYPES = {
 REFUSED = {model_type: reason for reason, types in _TYPES.items() for model_type in types.split()}
 """Model type -> what stands in the way, a clause that a user is told."""
 
-NEWER = {"cosmos3_edge_text", "dbrx", "mistral4", "paddleocr_vl_text"}
+NEWER = {"cosmos3_edge_text", "dbrx", "inkling2_text", "inkling_text", "mistral4", "paddleocr_vl_text"}
 """Model types that were tested without a failure from transformers 5.23 on.
 
 Releases from 5.17 on have these types too, but their configs or classes differ."""

@@ -41,6 +41,9 @@ _HUNYUAN = RotationFacts(
 _LATENT = RotationFacts(attention_part="qk_rope_head_dim", parameter_rescales=("mscale_all_dim", "factor"))
 _TEMPERATURE = ("llama_4_scaling_beta", "original_max_position_embeddings")
 _LATENT_NAMES = Names(attention_head_dim="qk_head_dim", attention_value_dim="v_head_dim")
+_INKLING = RotationFacts(rotary=None, attention_bias="rel_logits_proj")
+_INKLING_NAMES = Names(attention_heads="num_heads", attention_key_value_heads="num_key_value_heads")
+_CONVOLUTIONS = "its layers have short convolutions with a state, which would have to travel from shard to shard"
 _NO_HEAD = "it has no head of its own: pass the multimodal model, or the text model inside it"
 _BORROWS = Names(attention_borrows="is_kv_shared_layer", layer_lends="shared_kv_states")
 
@@ -92,6 +95,29 @@ _ROWS = (
         "falcon_h1",
         joins_documents=True,
         undivided="beside its attention every layer has a state, which would have to travel from shard to shard",
+    ),
+    # A learned bias by distance replaces a rotation. Keys, values and both branches of a layer pass short convolutions.
+    _row(
+        "inkling_text",
+        names=_INKLING_NAMES,
+        rotation=replace(
+            _INKLING,
+            config_temperature={"log_scaling_n_floor": None},
+            bias_parameters=("r_proj.weight", "rel_logits_proj.proj"),
+        ),
+        drops_position_ids=True,
+        joins_documents=True,
+        undivided=_CONVOLUTIONS,
+        note="`nope` can be exported, also beside an `inkling` of the same size",
+    ),
+    # It gives each query an attention sink, too, and its position ids reach the attention.
+    _row(
+        "inkling2_text",
+        names=_INKLING_NAMES,
+        rotation=replace(_INKLING, config_temperature={"log_scaling_alpha": 0.0}),
+        joins_documents=True,
+        undivided=_CONVOLUTIONS,
+        note="attention sinks",
     ),
     # These types have configs of their own, but their models are LLaMA's classes.
     _row("internlm3 iquestcoder", note="it uses the model classes of LLaMA"),

@@ -35,16 +35,17 @@ RMS_SAMPLE = 4096
 
 
 class LayerConfig:
-    """A view of a model's config for one attention. Only some `rope_parameters` differ."""
+    """A view of a model's config for one attention. Only some attributes or `rope_parameters` differ."""
 
-    def __init__(self, whole: object, **parameters: object) -> None:
+    def __init__(self, whole: object, own: Mapping[str, object] | None = None, /, **parameters: object) -> None:
         """Make a view of a config.
 
         Args:
             whole: the model's config. Later changes of it show in the view.
+            own: attributes with this attention's values.
             **parameters: keys of `rope_parameters`, with this attention's values.
         """
-        self.__dict__.update(whole=whole, parameters=parameters)
+        self.__dict__.update(own or {}, whole=whole, parameters=parameters)
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
@@ -166,11 +167,15 @@ class BaseModel:
         """Indices of the layers whose queries the base multiplies by a factor that grows with the position."""
         if self.has_temperature:
             return tuple(self.sizes)
-        switches = self.family.rotation.attention_temperature
+        facts = self.family.rotation
+        attentions: Mapping[int, Any] = self.modules.attention_of
+        windows = self.windows if facts.config_temperature else {}
         return tuple(  # such a switch acts in unrotated layers only
             index
-            for index, attention in self.modules.attention_of.items()
-            if not self.rotated[index] and any(getattr(attention, name) for name in switches)
+            for index, attention in attentions.items()
+            if not self.rotated[index] and index not in windows
+            if any(getattr(attention, name) for name in facts.attention_temperature)
+            or any(getattr(attention.config, name) != off for name, off in facts.config_temperature.items())
         )
 
     @property
@@ -182,6 +187,11 @@ class BaseModel:
     def positions_in_mask(self) -> bool:
         """Whether layers get positions only through the mask of our attention function."""
         return self.family.positions_in_mask
+
+    @property
+    def convolves_keys(self) -> bool:
+        """Whether a rotation acts after a convolution of keys, which needs our attention function."""
+        return self.family.convolves_keys
 
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a fitted scheme's layers.
@@ -212,7 +222,8 @@ class BaseModel:
     def own_angles(self, scheme: Scheme) -> dict[int, BaseAngles | None]:
         """Return how the base rotates each layer of a scheme, see `BaseRotation.angles`."""
         layers = self.layers_of(scheme)
-        if both := sorted(set(self.scaled_by_position).intersection(layers)):
+        scaled = set() if self.modules.rotary is None else set(self.scaled_by_position)  # replaced with the positions
+        if both := sorted(scaled.intersection(layers)):
             raise UnsupportedModelError(
                 f"{scheme.name}: {self.name} itself multiplies the queries of layer {', '.join(map(str, both))} by a "
                 "factor that grows with the position, which would be lost: name other layers"
@@ -226,7 +237,7 @@ class BaseModel:
         windows = {}
         for layer, attention in self.modules.attention_of.items():
             window = None if pieces is None else pieces.window(attention)
-            if window is None and (types is None or types[layer] == "sliding_attention"):
+            if window is None and (types is None or types[layer] in ("sliding_attention", "hybrid_sliding")):
                 window = getattr(self.config, "sliding_window", None)
             if window is not None:
                 windows[layer] = window

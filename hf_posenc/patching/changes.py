@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..core.dims import Dims
 from ..core.layer_state import BASE_MARKER, MARKER, STATE, on_attention, on_decoder, on_layer
 from ..core.modules import Additions, PositionEmbedding, PositionModule, Reference, WithoutPositions
+from ..families.own_code import no_bias
 from ..model.base_model import BaseModel, LayerConfig
 from ..model.undo import AddPreHook, Change, Keep, SetAttribute, SetClass, SetModule, Undo
 from ..schemes.base import RopeParameters, RotaryScheme, Scheme, by_layer_type
@@ -146,11 +147,18 @@ class ModelSite:
         return self.base.sizes.get(layer, self.base.dims)
 
     def silence_rotation(self) -> None:
-        """Switch off the base's rotation in the layers, and its query factors that grow with the position."""
+        """Switch off the base's rotation or bias in the layers, and its query factors that grow with the position."""
         found, facts, changes = self.base.modules, self.base.family.rotation, self.changes
         for layer in self.layers:
-            for name, value in facts.attention_temperature.items() if layer in found.attention_of else ():
-                changes.add(SetAttribute(found.attention_of[layer], name, value))
+            if (module := found.attention_of.get(layer)) is None:
+                continue
+            for name, value in facts.attention_temperature.items():
+                changes.add(SetAttribute(module, name, value))
+            if facts.attention_bias is not None:
+                changes.add(SetAttribute(module.get_submodule(facts.attention_bias), "forward", no_bias))
+            if facts.config_temperature:
+                own = LayerConfig(module.config, facts.config_temperature)
+                changes.add(SetAttribute(module, "config", own))
         for strength in facts.parameter_temperature[:1]:  # the factor's key of `rope_parameters`
             if self.plan.rotated_by_base or self.plan.rotating:  # other layers keep it
                 for layer in self.layers:
@@ -367,6 +375,7 @@ def _guard(changes: Changes, sites: list[ModelSite]) -> None:
     found, family = base.modules, base.family
     holds_numbers = any(site.scheme.uses_tokens for site in sites)
     makes_numbers = holds_numbers or any(site.scheme.uses_queries for site in sites)
+    makes_numbers = makes_numbers or (family.convolves_keys and bool(plan.rotating))
     for attention in found.attentions if makes_numbers else ():
         # An attention without a cache argument makes no numbers.
         cache = cache_argument(attention) or on_attention(attention).cache

@@ -47,6 +47,7 @@ class StockForm:
         waves: whether waves of the distance become more dimensions of heads, see `checkpoints.wide_heads`.
         within_length: whether the waves are what the scheme adds only within a length.
         windows: the sliding window of each layer that a scheme has given one, in tokens.
+        biases: layer -> a map of hidden states and profiles, which the base's own bias by distance shall have.
     """
 
     turned: tuple[bool, ...]
@@ -54,6 +55,7 @@ class StockForm:
     waves: bool = False
     within_length: bool = False
     windows: dict[int, int] = field(default_factory=dict)
+    biases: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def unturned(self, layers: Sequence[int], **changes: Any) -> StockForm:
         """Return the form with these layers unrotated, and with other changes."""
@@ -668,14 +670,16 @@ class RotaryScheme(Scheme):
         return base.rotation.fit(self, base.layers_of(self))
 
     def silence(self, site: ModelSite) -> None:
-        """Do nothing: `put` replaces the base's rotation if it has to."""
+        """Switch off only the bias of a base that rotates nothing: `put` replaces a rotation if it has to."""
+        if site.base.modules.rotary is None:
+            site.silence_rotation()
 
     def put(self, site: ModelSite) -> None:
         site.turn(self)
 
     def needs_our_attention(self, carrier: Family | BaseModel) -> bool:
-        """Return whether they have a window, or layers read their positions from the mask."""
-        return super().needs_our_attention(carrier) or carrier.positions_in_mask
+        """Return whether they have a window, layers read positions from the mask, or our function rotates queries."""
+        return super().needs_our_attention(carrier) or carrier.positions_in_mask or carrier.convolves_keys
 
     def rotations(self) -> tuple[RopeParameters | None, ...]:
         return (self.rope_parameters(),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from ..core.dims import Dims
 from ..core.forms import ClippedVectors
 from ..core.modules import ON_ATTENTION, ScoreModule, parameter
 from ..core.registry import register_scheme
-from .base import HiddenNumbers, ScoreScheme, init
+from .base import HiddenNumbers, ScoreScheme, StockForm, init
+
+if TYPE_CHECKING:
+    from ..model.base_model import BaseModel
 
 
 @register_scheme
@@ -48,6 +51,16 @@ class Inkling(ScoreScheme):
 
     def build(self, dims: Dims) -> ScoreModule:
         return RelativeProfiles(dims, self.rank, self.extent)
+
+    def stock_form(self, base: BaseModel, form: StockForm) -> StockForm | None:
+        """Return a form with the bias, if the base's layers have one with as many profiles and distances."""
+        names, found = base.family.rotation.bias_parameters, dict(form.biases)
+        for layer in base.layers_of(self):
+            attention: Any = base.modules.attention_of[layer]
+            if names is None or attention.get_parameter(names[1]).shape != (self.rank, self.extent):
+                return None
+            found[layer] = attention.posenc.queries.weight, attention.posenc.profiles
+        return replace(form, biases=found)
 
 
 class RelativeProfiles(ScoreModule):

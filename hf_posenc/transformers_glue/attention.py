@@ -17,7 +17,7 @@ from ..core.modules import WithoutPositions, query_modules
 from ..core.positions import DensePositions, Positions, ensure, read
 from ..engines import dispatch
 from ..families.own_attention import Stock
-from . import NAME, POSITION_IDS, QUERY_NUMBERS, Arguments, flash
+from . import NAME, POSITION_IDS, QUERY_NUMBERS, TURN, Arguments, flash
 from .masks import BIDIRECTIONAL
 from .token_numbers import NO_NUMBERS, NO_QUERY_NUMBERS, split
 
@@ -71,7 +71,8 @@ def scheme_attention(
         dropout: probability that an attention weight is dropped.
         softcap: cap on the scores.
         position_ids: (B|1, Q).
-        **kwargs: other arguments of families, see `PASSED_OVER`; and `s_aux` (H,), where the module has sinks.
+        **kwargs: other arguments of families, see `PASSED_OVER`; `s_aux` (H,), where the module has sinks, or `sinks`
+            (B, H, Q, 1), which each query makes; and `position_bias` (B, H, Q, L), the base's own positions.
 
     Returns:
         output (B, Q, H, V) and weights (B, H, Q, L) or None.
@@ -85,7 +86,12 @@ def scheme_attention(
     state = on_attention(module)
     handed_down = kwargs.pop(POSITION_IDS, None)
     of_queries = kwargs.pop(QUERY_NUMBERS, {})
+    if (turn := kwargs.pop(TURN, None)) is not None:
+        query = turn(query)
     sinks = kwargs.pop("s_aux", None) if hasattr(module, "sinks") else None
+    if (of_each_query := kwargs.pop("sinks", None)) is not None:
+        sinks = of_each_query[..., 0]
+    base_bias = kwargs.pop("position_bias", None)
     _check_arguments(module, state, query.shape[1], attention_mask, kwargs)
     assert attention_mask is not None
     if state.exchange is None:
@@ -121,6 +127,7 @@ def scheme_attention(
         dropout=dropout,
         weights=wants_weights,
         sinks=sinks,
+        base_bias=base_bias,
         by_module=of_queries,
     )
     attend: Any = partial(dispatch.attend, wanted=state.engine)

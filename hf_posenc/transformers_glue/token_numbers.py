@@ -19,7 +19,8 @@ from transformers import cache_utils
 from ..core.dims import require_shape
 from ..core.layer_state import on_attention
 from ..core.modules import query_modules
-from . import QUERY_NUMBERS
+from ..schemes.rope import apply_rotary
+from . import POSITION_IDS, QUERY_NUMBERS, TURN
 
 ARGUMENTS = ("past_key_values", "layer_past")
 """Names that families give the argument of an attention that holds the cache."""
@@ -47,22 +48,32 @@ NO_QUERY_NUMBERS = (
 )
 
 
-class KeysWithNumbers:
-    """A cache as one attention sees it. `update` appends numbers to the keys. Everything else is the cache's own."""
+_EMPTY: dict[str, Any] = {
+    "get_mask_sizes": lambda length, layer: (length, 0),
+    "get_query_offset": lambda layer: 0,
+    "get_conv_state": lambda layer, **kwargs: None,
+    "update_conv_state": lambda states, layer, **kwargs: states,
+}
+"""What an attention with short convolutions asks of a cache, and what an empty one answers."""
 
-    def __init__(self, cache: Any, numbers: Tensor) -> None:
+
+class KeysWithNumbers:
+    """A cache as one attention sees it. `update` changes the keys. Everything else is the cache's own."""
+
+    def __init__(self, cache: Any, numbers: Tensor | None, turn: Any = None) -> None:
         """Wrap a cache.
 
         Args:
             cache: the cache, or None. Without a cache `update` stores nothing.
-            numbers: (B, H, T, N) of the tokens that the attention gets.
+            numbers: (B, H, T, N) of the tokens that the attention gets, to be appended to the keys.
+            turn: function that rotates keys (B, K, T, D).
         """
-        self.cache = cache
-        self.numbers = numbers
+        self.cache, self.numbers, self.turn = cache, numbers, turn
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the numbers to the keys (B, K, T, D) and store them; return all cached keys and values."""
-        key = join(key, self.numbers)
+        """Rotate the keys (B, K, T, D), append the numbers and store them; return all cached keys and values."""
+        key = key if self.turn is None else self.turn(key)
+        key = key if self.numbers is None else join(key, self.numbers)
         if self.cache is None:
             return key, value
         layer = args[0] if args else kwargs["layer_idx"]
@@ -79,8 +90,8 @@ class KeysWithNumbers:
         return length
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the cache."""
-        return getattr(self.cache, name)
+        """Return an attribute of the cache, or of an empty one."""
+        return _EMPTY[name] if self.cache is None and name in _EMPTY else getattr(self.cache, name)
 
 
 def join(key: Tensor, numbers: Tensor) -> Tensor:
@@ -125,17 +136,17 @@ def split(key: Tensor, size: int, num_heads: int, count: int) -> tuple[Tensor, T
 
 
 def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """Forward pre-hook of an attention: make the numbers of its modules, and wrap its cache.
+    """Forward pre-hook of an attention: make the numbers of its modules, or its rotation, and wrap its cache.
 
-    An attention without such modules has the hook too, because torch.compile does not guard hooks.
+    An attention that needs neither has the hook too, because torch.compile does not guard hooks.
     """
     additions: Any = getattr(attention, "posenc_additions", None)
     modules = {} if additions is None else additions.token_modules()
-    of_queries = query_modules(attention)
-    if not modules and not of_queries:
+    of_queries, state = query_modules(attention), on_attention(attention)
+    turns = state.rotation is not None and not state.family  # a replaced attention rotates by itself
+    if not (modules or of_queries or turns):
         return None
     hidden_states: Any = args[0] if args else kwargs["hidden_states"]
-    state = on_attention(attention)
     heads = state.heads or getattr(attention.config, "num_attention_heads", None)
     wanted = (hidden_states.shape[0], heads, hidden_states.shape[1])
     if of_queries:
@@ -143,18 +154,22 @@ def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str,
         for name, own in found.items():
             require_shape(own, (*wanted, None), f"the numbers of queries of {name}, (B, H, T, N),")
         kwargs = kwargs | {QUERY_NUMBERS: found}
-    if not modules:
+    if turns and state.rotation is not None:
+        like = hidden_states.new_empty(0, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+        cos, sin = state.rotation()(like, kwargs.get(POSITION_IDS, kwargs.get("position_ids")))
+        kwargs = kwargs | {TURN: partial(apply_rotary, cos=cos, sin=sin, layout=state.pairs)}
+    if not modules and not turns:
         return args, kwargs
     made = []
-    for (name, tokens), width in zip(modules.items(), additions.widths(), strict=True):
+    for (name, tokens), width in zip(modules.items(), additions.widths() if modules else (), strict=True):
         own = tokens(hidden_states)
         own = own[..., None] if width == 1 else own  # (B, H, T) for one number
         made.append(require_shape(own, (*wanted, width), f"the numbers of tokens of {name}, (B, H, T, N),"))
-    numbers = torch.cat(made, -1)
+    changes = torch.cat(made, -1) if made else None, kwargs.get(TURN)
     index, name = state.cache
     if index < len(args):
-        return (*args[:index], KeysWithNumbers(args[index], numbers), *args[index + 1 :]), kwargs
-    return args, {**kwargs, name: KeysWithNumbers(kwargs.get(name), numbers)}
+        return (*args[:index], KeysWithNumbers(args[index], *changes), *args[index + 1 :]), kwargs
+    return args, {**kwargs, name: KeysWithNumbers(kwargs.get(name), *changes)}
 
 
 def cache_argument(attention: nn.Module) -> tuple[int, str] | None:

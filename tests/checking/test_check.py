@@ -479,7 +479,8 @@ CACHED = {"chunk", "padded cache", "crop"}
 UNMEASURED = {
     "granite4_vision_text": {"cache", *CACHED},  # makes no cache
     "openai-gpt": {"cache", *CACHED},
-    "llama4_text": {"left padding", "batch", "padded cache"},  # counts padding as tokens
+    "inkling_text": {"left padding", "batch", "padded cache", "crop"},  # counts padding as tokens
+    "llama4_text": {"left padding", "batch", "padded cache"},
     "minimax": {"crop"},
     "jamba": {"crop", "chunk"},  # its state does not go on by several tokens
 }
@@ -522,9 +523,12 @@ def default_length(model_type):
 
 
 def in_dtype(model, dtype):
-    """Convert a model as `from_pretrained(dtype=)` does, which leaves frequencies in float32."""
+    """Convert a model as `from_pretrained(dtype=)` does, which leaves frequencies and some weights in float32."""
     kept = {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
     model = model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules_strict or ()):
+            parameter.data = parameter.data.float()
     for name, buffer in kept.items():
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, buffer)

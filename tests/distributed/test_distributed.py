@@ -30,8 +30,10 @@ from families import FAMILIES, tiny, tokens
 from matrix import matrix
 from processes import Processes
 from situations import BASES, CASES, SCHEMES, in_turn, skip_if_refused
+from transformers import CONFIG_MAPPING
 
 from hf_posenc import context_group, shard_sequence
+from hf_posenc.families.refused import missing_release
 
 # In float64 sums in another order differ in the last digits, layer by layer; Gemma rounds its soft cap to float32.
 EXACT, ROUNDED = 1e-12, 2e-6
@@ -45,6 +47,7 @@ CAPPED = {"gemma2": {"config": {"attn_implementation": "eager"}}}
 CALIBRATED = 1e-9
 # Of a model in float32, whose logits are of the order of 10.
 FLOAT32 = 2e-5
+CONVOLVING = [name for name in ("inkling_text",) if name in CONFIG_MAPPING and missing_release(name) is None]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def test_what_is_special_about_some_types_is_shared(pair, model_type):
         assert_equal(answers, FLOAT32)
 
 
-@pytest.mark.parametrize("model_type", ["falcon_h1", "llama4_text", "bamba"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "llama4_text", "bamba", *CONVOLVING])
 def test_what_cannot_be_divided_is_refused(pair, model_type):
     for case in (None, "alibi"):
         for answer in pair.run(refused, compare_context_parallel, model_type, case):

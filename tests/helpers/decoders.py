@@ -51,6 +51,11 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_st
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 """Pairs for time, height and width, as many as a tiny head has."""
 PART_MROPE = {"head_dim": 16, "rope_parameters": MROPE["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+INKLING = {
+    "layer_types": ["hybrid_sliding", "hybrid"], "sliding_window_size": 32, "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 8, "d_rel": 4, "rel_extent": 12, "log_scaling_n_floor": 4,
+}  # fmt: skip
+"""The bias of the second layer ends before the text does, and its queries grow with the position."""
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 SHARED_KEYS = {
@@ -94,6 +99,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granite_swa": WINDOWED | {"layer_rope_theta": [10000.0, 0]},
     "granitemoe_swa": WINDOWED | {"layer_rope_theta": [10000.0, 0], "shared_intermediate_size": 16},
     "granitemoehybrid": MAMBA | {"layer_types": LINEAR["layer_types"], "position_embedding_type": "rope"},
+    "inkling_text": INKLING | {"mlp_layer_types": ["dense", "sparse"]},
+    "inkling2_text": INKLING | {"unpadded_vocab_size": 97, "n_layers_per_attn_res_block": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4},
     "kolibri1": WINDOWED,
@@ -150,6 +157,8 @@ WITHOUT_AUTO = {
 """Model classes of types that no Auto class knows: they live inside multimodal models."""
 
 WITHOUT_TEMPERATURE: dict[str, dict[str, Any]] = {
+    "inkling_text": {"log_scaling_n_floor": None},
+    "inkling2_text": {"log_scaling_alpha": 0.0},
     "llama4_text": {"attn_temperature_tuning": False},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}},
     "mistral4": {"rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.0}},

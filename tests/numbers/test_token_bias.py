@@ -142,7 +142,7 @@ def test_gradients_of_sums_over_many_tokens_in_16_bits(what):
 @pytest.mark.parametrize("engine", ["toeplitz", "clipped"])
 def test_other_engines_refuse_it(engine):
     model = patch_model(tiny("llama"), ["t5" if engine != "clipped" else "shaw", "key_gate"], attention=engine)
-    with pytest.raises(ValueError, match="the layer adds numbers of tokens to its scores"):
+    with pytest.raises(ValueError, match="the layer adds forget gates"):
         model(tokens(1, 12))
 
 

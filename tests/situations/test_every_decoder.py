@@ -49,14 +49,15 @@ SCHEMES = {scheme: row.variants[""] for scheme, row in ROWS.items()}
 
 BIASES = tuple(scheme for scheme in SCORE_SCHEMES if FORMS.get(scheme) in (Bias, Slopes))
 """Schemes that add a number to a score, whatever is compared."""
-SCALES_QUERIES = {"llama4_text", "ministral3", "mistral4"}
+SCALES_QUERIES = {"inkling2_text", "inkling_text", "llama4_text", "ministral3", "mistral4"}
 """Types whose queries grow with their position."""
-COUNTS_SLOTS = {"llama4_text"}
+COUNTS_SLOTS = {"inkling_text", "llama4_text"}
 """Types whose own factor on queries counts the tokens of the row, padding and other documents too. What replaces
 rotation replaces the factor."""
 JOINS_DOCUMENTS = set(
     """
-    afmoe bailing_hybrid bamba biogpt evolla falcon falcon_h1 gpt_oss granitemoehybrid hunyuan_vl_text jamba
+    afmoe bailing_hybrid bamba biogpt evolla falcon falcon_h1 gpt_oss granitemoehybrid hunyuan_vl_text inkling2_text
+    inkling_text jamba
     kimi_linear lfm2 lfm2_moe lfm3 minimax nemotron_h olmo_hybrid opt qwen3_5_moe_text qwen3_5_text qwen3_next
     """.split()
 )
@@ -95,8 +96,10 @@ def relative(actual, expected):
 
 
 def without_rotation(model):
-    """Stub the modules that make cosines and sines, in place: of any shape, the angle is 0."""
+    """Stub the modules that make cosines and sines, in place: of any shape, the angle is 0. A bias by distance is 0."""
     for module in model.modules():
+        if "RelativeLogits" in type(module).__name__:
+            torch.nn.init.zeros_(module.proj)
         if "RotaryEmbedding" in type(module).__name__:
 
             def forward(*args, stock=module.forward, **kwargs):
@@ -354,11 +357,12 @@ def check(model_type, scheme, tmp_path, loaders=LOADERS):
         with pytest.raises(hf_posenc.UnsupportedModelError, match=r"itself (norms|multiplies)"):
             patch_model(model, scheme, **hyperparameters(model_type, scheme))
         return
-    if scheme in FOLLOWING and model_type in NORMS_AFTER_ROTATION | SCALES_QUERIES:
+    keeps_rotation = family_for(model_type).rotation.rotary is not None
+    if scheme in FOLLOWING and keeps_rotation and model_type in NORMS_AFTER_ROTATION | SCALES_QUERIES:
         with pytest.raises(hf_posenc.UnsupportedModelError, match=r"after their rotation|itself multiplies"):
             patch_model(model, scheme, **hyperparameters(model_type, scheme))
         return
-    if scheme in FOLLOWING and family_for(model_type).rotation.rotary is not None:
+    if scheme in FOLLOWING and keeps_rotation:
         with torch.no_grad(), hf_posenc.patched(model, scheme, **LIKE_STOCK[scheme]):
             assert relative(out(model(ids, use_cache=False)), before) <= 1e-6
     patch_model(model, scheme, seed=0, **hyperparameters(model_type, scheme))

@@ -13,12 +13,17 @@ import hf_posenc
 from hf_posenc import UnsupportedModelError, export_stock, from_pretrained, patch_model, verify
 from hf_posenc.analysis.probe import position_vectors
 from hf_posenc.core.registry import family_for, supported_model_types
+from hf_posenc.families.refused import missing_release
 from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.alibi import Alibi
+from hf_posenc.schemes.forgetting import Forgetting
+from hf_posenc.schemes.gated import Gated
+from hf_posenc.schemes.inkling import Inkling
 from hf_posenc.schemes.learned import Learned
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.rope import Rope
 from hf_posenc.schemes.sinusoidal import Sinusoidal
+from hf_posenc.schemes.softpick import Softpick
 
 LENGTH = 20
 EXACT = 2e-4  # relative norm of a difference in float32: two ways of adding up the same numbers
@@ -413,3 +418,151 @@ def test_a_base_of_frequencies_for_each_layer(model_type, tmp_path):
     ):
         with pytest.raises(hf_posenc.UnsupportedModelError, match=message):
             patch_model(stock(*thetas), scheme)
+
+
+INKLINGS = [t for t in ("inkling_text", "inkling2_text") if t in CONFIG_MAPPING and missing_release(t) is None]
+"""Types whose positions are a bias on scores, beside a factor on the queries of layers without a window."""
+STEADY = {"inkling_text": {"log_scaling_n_floor": None}, "inkling2_text": {"log_scaling_alpha": 0.0}}
+
+
+def without_bias(model, layers=(0, 1)):
+    """Return a copy of a stock model whose layers have a bias of zeros."""
+    model = copy.deepcopy(model)
+    for layer in layers:
+        torch.nn.init.zeros_(model.model.layers[layer].self_attn.rel_logits_proj.proj)
+    return model
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("model_type", INKLINGS)
+def test_a_bias_of_the_base_is_left_out_where_it_is_replaced(model_type, layers):
+    """With `nope`, by the stock attention and by ours, whose other layers keep the bias."""
+    stock = decoder(model_type, **STEADY[model_type])
+    expected = logits(without_bias(stock, layers))
+    assert relative(expected, logits(stock)) > 0.01
+    others = [layer for layer in (0, 1) if layer not in layers]
+    mixed = [Nope(layers=layers), *([Gated(layers=others)] if others else [])]
+    for schemes in (mixed[:1], mixed, [Nope(layers=layers), Gated()]):
+        model = patch_model(copy.deepcopy(stock), schemes)
+        assert relative(logits(model), expected) <= EXACT
+        assert verify(model).ok
+
+
+@pytest.mark.parametrize("model_type", INKLINGS)
+def test_a_factor_of_the_base_goes_with_its_bias(model_type):
+    stock = decoder(model_type)
+    steady = decoder(model_type, **STEADY[model_type])
+    assert relative(logits(stock), logits(steady)) > 0.005
+    model = patch_model(copy.deepcopy(stock), "nope")
+    assert relative(logits(model), logits(without_bias(steady))) <= EXACT
+    with pytest.raises(UnsupportedModelError, match="itself multiplies the queries of layer 1"):
+        patch_model(copy.deepcopy(stock), "temperature")
+    model = patch_model(copy.deepcopy(stock), "temperature", layers=[0], length=4)
+    assert verify(model).ok
+    with pytest.raises(UnsupportedModelError, match=r"heads of inkling2?_text differ in size"):
+        patch_model(decoder(model_type, swa_head_dim=16), "rope")
+    with pytest.raises(UnsupportedModelError, match=r"no stock class computes alibi|its attention has other parts"):
+        export_stock(patch_model(stock, "alibi"), "nowhere", length=64)
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference", "chunked"])
+@pytest.mark.parametrize("model_type", INKLINGS)
+def test_a_bias_of_the_base_is_kept_beside_a_scheme_that_starts_neutral(model_type, engine):
+    """In one run, and in steps with a cache that loses tokens behind a window."""
+    stock = decoder(model_type, sliding_window_size=8)
+    model = patch_model(copy.deepcopy(stock), Softpick() if engine == "auto" else Gated(), attention=engine)
+    if engine == "auto":  # which is no softmax: compared with itself
+        stock = model
+    expected = logits(stock)
+    assert relative(logits(model), expected) <= EXACT
+    with torch.no_grad():
+        found = model(tokens()[:, :12], use_cache=True)
+        steps = [found.logits]
+        for n in range(12, LENGTH):
+            found = model(tokens()[:, n : n + 1], past_key_values=found.past_key_values, use_cache=True)
+            steps.append(found.logits)
+    assert relative(torch.cat(steps, 1), expected) <= EXACT
+
+
+class Turned(torch.nn.Module):
+    """A norm of heads (B, T, H, D), whose output is rotated by the position."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, heads):
+        heads = self.norm(heads)
+        half = heads.shape[-1] // 2
+        angles = torch.arange(heads.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        turned = torch.polar(torch.ones(()), angles)[:, None] * torch.complex(heads[..., :half], heads[..., half:])
+        return torch.cat([turned.real, turned.imag], -1)
+
+
+@pytest.mark.parametrize("model_type", INKLINGS)
+def test_a_rotation_in_place_of_a_bias(model_type):
+    """Behind the convolution and the norm of keys: the stock attention computes it with another norm."""
+    stock = decoder(model_type, **STEADY[model_type])
+    expected = without_bias(stock)
+    for layer in expected.model.layers:
+        for name in ("q_norm", "k_norm") if model_type == "inkling_text" else ("q_l2_clip", "k_l2_clip"):
+            setattr(layer.self_attn, name, Turned(getattr(layer.self_attn, name)))
+    for schemes in ("rope", [Rope(), Forgetting(bias=40.0)]):  # gates that forget nothing
+        model = patch_model(copy.deepcopy(stock), schemes)
+        assert relative(logits(model), logits(expected)) <= EXACT
+        found = model(tokens()[:, :15], use_cache=True)
+        found = model(tokens()[:, 15:], past_key_values=found.past_key_values)
+        assert relative(found.logits, logits(expected)[:, 15:]) <= EXACT
+
+
+@pytest.mark.skipif("inkling_text" not in INKLINGS, reason="an older release lacks it")
+@pytest.mark.parametrize("kinds", [["hybrid", "hybrid"], ["hybrid_sliding", "hybrid"]])
+def test_the_scheme_that_is_the_bias_of_inkling(kinds):
+    """Outputs and gradients, with the weights of the stock model, in layers without a factor on queries."""
+    stock = decoder("inkling_text", layer_types=kinds, log_scaling_n_floor=None, mlp_layer_types=["dense"] * 2).double()
+    window = stock.config.sliding_window_size
+    extents = [window if kind == "hybrid_sliding" else stock.config.rel_extent for kind in kinds]
+    schemes = [Inkling(rank=stock.config.d_rel, extent=extent, layers=[n]) for n, extent in enumerate(extents)]
+    model = patch_model(copy.deepcopy(stock), [Nope(), *schemes])
+    pairs = []
+    for ours, theirs in zip(model.model.layers, stock.model.layers, strict=True):
+        own, base = ours.self_attn.posenc, theirs.self_attn
+        for parameter, weight in ((own.queries.weight, base.r_proj.weight), (own.profiles, base.rel_logits_proj.proj)):
+            parameter.data.copy_(weight.data)
+            pairs.append((parameter, weight))
+        pairs.append((ours.self_attn.k_proj.weight, base.k_proj.weight))
+    outputs = [each(tokens(), use_cache=False).logits for each in (model, stock)]
+    assert relative(*outputs) <= 1e-6
+    for output in outputs:
+        output.square().sum().backward()
+    for parameter, weight in pairs:
+        assert relative(parameter.grad, weight.grad) <= 1e-6
+
+
+OWN_BIAS = [Inkling(rank=4, extent=32, layers=[0]), Inkling(rank=4, extent=12, layers=[1])]
+"""Of the rank and the extents that the layers of `decoder("inkling_text")` have."""
+
+
+@pytest.mark.skipif("inkling_text" not in INKLINGS, reason="an older release lacks it")
+@pytest.mark.parametrize(
+    ("schemes", "floor"),
+    [([Nope()], None), ([Nope(), *OWN_BIAS], None), ([Nope(layers=[0]), OWN_BIAS[0]], 4), ([Nope(layers=[1])], None)],
+)
+def test_what_has_the_bias_of_the_base_is_exported(schemes, floor, tmp_path):
+    """A stock model has one setting for the factor on queries: it stays where no layer of that kind is replaced."""
+    model = randomize(patch_model(decoder("inkling_text"), schemes))
+    export_stock(model, tmp_path)
+    exported = CONFIG_MAPPING["inkling_text"].from_pretrained(tmp_path)
+    assert exported.log_scaling_n_floor == floor
+    stock = type(decoder("inkling_text")).from_pretrained(tmp_path)
+    assert relative(logits(stock), logits(model)) <= EXACT
+
+
+@pytest.mark.skipif("inkling_text" not in INKLINGS, reason="an older release lacks it")
+@pytest.mark.parametrize(
+    "schemes", [OWN_BIAS, [Nope(), Inkling(rank=4, extent=12)], [Nope(), Gated()], [Nope(window=5)]]
+)
+def test_what_has_another_bias_is_not_exported(schemes, tmp_path):
+    """Two biases in a layer, another extent, a scheme beside, a window."""
+    with pytest.raises(UnsupportedModelError, match="no stock class computes"):
+        export_stock(patch_model(decoder("inkling_text"), schemes), tmp_path)
