@@ -231,7 +231,7 @@ def recovered() -> str:
 
 
 def samples() -> str:
-    """What the models of that table write, as a block of text."""
+    """What the models of that table write, as a block of text; the begin of it."""
     shown = {"base": ("control", "writes"), "plain swap": ("transformer_xl, plain", "writes")}
     shown |= {
         "calibrated": ("transformer_xl_window, calibrated", "writes"),
@@ -240,10 +240,7 @@ def samples() -> str:
     lines = []
     for label, (variant, key) in shown.items():
         (run,) = kept_runs(variant, LARGE)
-        lines += [
-            f"{label}:",
-            *textwrap.wrap(" ".join(run[key].split()), 116, initial_indent="  ", subsequent_indent="  "),
-        ]
+        lines.append(f"{label + ':':<11} {textwrap.shorten(run[key], 116, placeholder=' ...')}")
     return "\n".join(["```text", *lines, "```"])
 
 
