@@ -191,8 +191,9 @@ def _moved(call: LayerCall, other: LayerCall) -> LayerCall:
     shape = call.hidden_states.shape
 
     def pick(own: object, theirs: object) -> object:
-        is_state = isinstance(own, Tensor) and own.shape[:2] == shape[:2] and own.shape[-1] == shape[-1]
-        return own if is_state else theirs
+        if not isinstance(own, Tensor) or own.ndim < 3 or not own.is_floating_point():
+            return theirs
+        return own if (own.shape[:2], own.shape[-1]) == (shape[:2], shape[-1]) else theirs
 
     kwargs = {name: pick(call.kwargs[name], each) for name, each in other.kwargs.items()}
     return LayerCall(call.hidden_states, tuple(map(pick, call.args, other.args)), kwargs)

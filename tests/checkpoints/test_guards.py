@@ -17,7 +17,7 @@ from hf_posenc.core.registry import supported_model_types
 from hf_posenc.families.refused import missing_release
 
 SERVED = [t for t in supported_model_types() if t in CONFIG_MAPPING and missing_release(t) is None]
-# They declare no setting of this name, or hold configs that have one; no family is of these.
+# They declare no setting of this name, or hold configs that have one.
 WITHOUT = {"inkling2_text", "inkling_text", "mllama", "musicgen", "musicgen_melody"}
 NEVER_TIED = {"dbrx"}
 
@@ -39,8 +39,12 @@ def test_every_decoders_config_class_refuses_the_setting(model_type):
             stock.from_dict({CHECKED: guarded(value)}, attn_implementation="eager", **{CHECKED: False})
 
 
-def test_no_family_is_of_a_class_that_does_not_check():
-    assert not WITHOUT & set(supported_model_types())
+def test_a_family_of_a_class_that_does_not_check_has_a_checked_number():
+    for model_type in WITHOUT & set(SERVED):
+        config = config_class(CONFIG_MAPPING[model_type])()
+        assert config.to_diff_dict()[NUMBER] == guarded(getattr(config, NUMBER))
+        with pytest.raises(Exception, match=f"{NUMBER}.*expected float.*{PREFIX}"):
+            CONFIG_MAPPING[model_type](**{NUMBER: guarded(0.02)})
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # GPT-BigCode in older releases of transformers

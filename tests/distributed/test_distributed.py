@@ -127,7 +127,8 @@ def test_what_is_special_about_some_types_is_shared(pair, model_type):
 @pytest.mark.parametrize("model_type", ["falcon_h1", "llama4_text", "bamba", *CONVOLVING])
 def test_what_cannot_be_divided_is_refused(pair, model_type):
     for case in (None, "alibi"):
-        for answer in pair.run(refused, compare_context_parallel, model_type, case):
+        # Experts of Inkling are not computed in float64.
+        for answer in pair.run(refused, compare_context_parallel, model_type, case, dtype=torch.float32):
             assert "state, which would have to" in answer or "state would have to" in answer or "chunks" in answer
 
 

@@ -155,10 +155,10 @@ def shard(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return shard_sequence(batch)
 
 
-def refused(job: Callable[..., Any], *args: Any) -> str:
+def refused(job: Callable[..., Any], *args: Any, **options: Any) -> str:
     """Type and message of the error that a job raises."""
     try:
-        job(*args)
+        job(*args, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
