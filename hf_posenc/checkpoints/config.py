@@ -34,9 +34,9 @@ NUMBER = "initializer_range"
 Unlike `CHECKED` it is guarded in every dict: nobody reads it there."""
 
 CHECKED = "tie_word_embeddings"
-"""A setting that the stock config classes of decoders check to be a bool; those of Inkling check `NUMBER`. Their base class
-PreTrainedConfig lacks it, so tokenizers and the Trainer, which read config.json with the base class, can
-still do so."""
+"""A setting that the stock config classes of decoders check to be a bool; those of Inkling check `NUMBER`.
+
+Their base class PreTrainedConfig lacks it, so tokenizers and the Trainer, which read config.json with it, still can."""
 
 
 def guarded(value: object) -> str:
