@@ -326,8 +326,6 @@ def started(
             "cpu_seconds": round(time.process_time() - began, 1),
             "tokens": report.tokens,
             "kept": report.kept,
-            "divergence": [round(each.after.mean().item(), 4) for each in report.layers],
-            "chosen": [list(each.chosen) for each in report.layers],
         }
     }
     if folder:

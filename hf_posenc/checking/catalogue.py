@@ -74,7 +74,7 @@ def _without(family: Family) -> tuple[str, ...]:
     They are the rotary schemes if it has no rotary module and its attention cannot be replaced. They are the schemes
     that use numbers of tokens if these would be lost.
     """
-    cannot_rotate = family.rotation.rotary is None and family.attention is None and not family.convolves_keys
+    cannot_rotate = family.rotation.rotary is None and family.attention is None
     found = []
     for name in available_schemes():
         with suppress(PluginError):  # of a broken plugin

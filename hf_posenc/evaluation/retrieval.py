@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -147,19 +146,11 @@ def retrieve(
     return _measure(model, task, make, 0.0 if task == "vt" else 0.1, cells, trials, seed, distributed, progress)
 
 
-class Question(NamedTuple):
-    """The words of a context: its begin, what is hidden in the filler, (depth, words), a question, and the answer."""
-
-    begin: str
-    hidden: list[tuple[float, str]]
-    question: str
-    answer: str
-
-
-Writer = Callable[[float, torch.Generator], Question]
-"""Depth and generator -> the words of a context."""
+Question = tuple[str, list[tuple[float, str]], str, str]
+"""The words of a context: its begin, what is hidden in the filler, (depth, words), a question, and the answer."""
 ADJECTIVES = "amber brave calm dusty eager fancy gentle hollow icy jolly kind lucky mighty noble odd proud".split()
 NOUNS = "anchor bridge candle desert engine forest garden harbor island jacket kettle ladder market needle".split()
+NAMES = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
 
 
 def _number(digits: int, generator: torch.Generator) -> str:
@@ -170,47 +161,42 @@ def _passkey(depth: float, generator: torch.Generator) -> Question:
     """Hide a number, and ask for it."""
     number = _number(5, generator)
     needle = f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
-    return Question("", [(depth, needle)], "\nWhat is the pass key? The pass key is", f" {number}")
+    return "", [(depth, needle)], "\nWhat is the pass key? The pass key is", f" {number}"
 
 
 def _numbers(count: int, depth: float, generator: torch.Generator) -> Question:
     """Hide named numbers, and ask for the one at a depth."""
-    drawn = torch.randperm(len(ADJECTIVES) * len(NOUNS), generator=generator)[:count].tolist()
-    names = [f"{ADJECTIVES[each % len(ADJECTIVES)]}-{NOUNS[each // len(ADJECTIVES)]}" for each in drawn]
-    numbers = [_number(7, generator) for _ in names]
+    names = [NAMES[each] for each in torch.randperm(len(NAMES), generator=generator)[:count].tolist()]
+    numbers = {name: _number(7, generator) for name in names}
+    needles = [f"\nOne of the special magic numbers for {name} is: {number}.\n" for name, number in numbers.items()]
     depths = [depth, *torch.rand(count - 1, generator=generator).tolist()]
-    sentences = [
-        f"\nOne of the special magic numbers for {name} is: {number}.\n"
-        for name, number in zip(names, numbers, strict=True)
-    ]
-    return Question(
+    asked = f"special magic number for {names[0]} mentioned in the provided text"
+    return (
         "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the numbers afterwards.\n",
-        list(zip(depths, sentences, strict=True)),
-        f"\nWhat is the special magic number for {names[0]} mentioned in the provided text? The special magic number "
-        f"for {names[0]} mentioned in the provided text is",
-        f" {numbers[0]}",
+        list(zip(depths, needles, strict=True)),
+        f"\nWhat is the {asked}? The {asked} is",
+        f" {numbers[names[0]]}",
     )
 
 
 def _variables(depth: float, generator: torch.Generator) -> Question:
     """Hide a chain of five assignments that begins at a depth, and ask for the variables."""
-    letters = torch.randint(26, (5, 5), generator=generator).tolist()
-    names, number = ["".join(chr(ord("A") + each) for each in row) for row in letters], _number(5, generator)
+    letters = torch.randint(ord("A"), ord("Z") + 1, (5, 5), generator=generator).tolist()
+    names, value = ["".join(map(chr, row)) for row in letters], _number(5, generator)
     depths = [depth, *sorted((depth + (1 - depth) * torch.rand(4, generator=generator)).tolist())]
-    values = [number, *(f"VAR {name}" for name in names)]
-    sentences = [f"\nVAR {name} = {value}\n" for name, value in zip(names, values, strict=False)]
-    return Question(
+    sources = [value, *(f"VAR {name}" for name in names[:-1])]
+    chain = [(at, f"\nVAR {name} = {of}\n") for at, name, of in zip(depths, names, sources, strict=True)]
+    return (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
-        list(zip(depths, sentences, strict=True)),
-        f"\nQuestion: Find all variables that are assigned the value {number} in the text above. Answer: According to "
-        "the chain(s) of variable assignment in the text above, 5 variables are assigned the value "
-        f"{number}, they are:",
+        chain,
+        f"\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to "
+        f"the chain(s) of variable assignment in the text above, 5 variables are assigned the value {value}, they are:",
         f" {' '.join(names)}",
     )
 
 
-TASKS: dict[str, Writer] = {
+TASKS: dict[str, Callable[[float, torch.Generator], Question]] = {
     "passkey": _passkey,
     "niah_single": partial(_numbers, 1),
     "niah_multikey": partial(_numbers, 4),
@@ -219,7 +205,7 @@ TASKS: dict[str, Writer] = {
 
 
 def _contexts(
-    tokenizer: PreTrainedTokenizerBase, text: str, write: Writer
+    tokenizer: PreTrainedTokenizerBase, text: str, write: Callable[[float, torch.Generator], Question]
 ) -> Callable[[int, float, torch.Generator], tuple[Tensor, int]]:
     """Return a function that makes contexts of exactly a given length, for `_measure`; `text` fills them."""
 
@@ -232,9 +218,9 @@ def _contexts(
     start = torch.tensor(tokenizer("").input_ids[:1], dtype=torch.long)  # the token that texts begin with, if any
 
     def make(length: int, depth: float, generator: torch.Generator) -> tuple[Tensor, int]:
-        words = write(depth, generator)
-        begin, question, answer = map(ids, (words.begin, words.question, words.answer))
-        hidden = [(each, ids(sentence)) for each, sentence in sorted(words.hidden, key=itemgetter(0))]
+        first, needles, *last = write(depth, generator)
+        begin, question, answer = map(ids, (first, *last))
+        hidden = [(each, ids(words)) for each, words in sorted(needles, key=itemgetter(0))]
         room = length - sum(map(len, (start, begin, *(sentence for _, sentence in hidden), question, answer)))
         if room < 0:
             raise ValueError(f"length {length} is too short for needle and question, which take {length - room} tokens")

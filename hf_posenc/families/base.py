@@ -245,7 +245,7 @@ class Family:
 
     @property
     def convolves_keys(self) -> bool:
-        """Whether its attention convolves keys. They are rotated as they enter the cache, queries in our function."""
+        """Whether its attention convolves keys, which then hold the tokens before theirs, too."""
         return self.rotation.attention_bias is not None
 
     @property

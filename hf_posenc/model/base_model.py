@@ -188,11 +188,6 @@ class BaseModel:
         """Whether layers get positions only through the mask of our attention function."""
         return self.family.positions_in_mask
 
-    @property
-    def convolves_keys(self) -> bool:
-        """Whether a rotation acts after a convolution of keys, which needs our attention function."""
-        return self.family.convolves_keys
-
     def layers_of(self, scheme: Scheme) -> tuple[int, ...]:
         """Return the indices of a fitted scheme's layers.
 
@@ -222,8 +217,8 @@ class BaseModel:
     def own_angles(self, scheme: Scheme) -> dict[int, BaseAngles | None]:
         """Return how the base rotates each layer of a scheme, see `BaseRotation.angles`."""
         layers = self.layers_of(scheme)
-        scaled = set() if self.modules.rotary is None else set(self.scaled_by_position)  # replaced with the positions
-        if both := sorted(scaled.intersection(layers)):
+        # Without a rotation of its own the factor is replaced with the rest of the base's positions.
+        if self.modules.rotary is not None and (both := sorted(set(self.scaled_by_position).intersection(layers))):
             raise UnsupportedModelError(
                 f"{scheme.name}: {self.name} itself multiplies the queries of layer {', '.join(map(str, both))} by a "
                 "factor that grows with the position, which would be lost: name other layers"

@@ -261,7 +261,7 @@ class BaseRotation:
 
     def _check_attention(self, scheme: RotaryScheme, layers: tuple[int, ...]) -> None:
         """Raise UnsupportedModelError if the base's attention cannot rotate queries and keys with a scheme."""
-        if self.modules.rotary is None and self.family.attention is None and not self.family.convolves_keys:
+        if self.modules.rotary is None and self.family.attention is None:
             raise UnsupportedModelError(
                 f"{scheme.name}: this {self.name} rotates nothing, and no rotation can be put between the projections "
                 "and the scores of its attention"
@@ -298,8 +298,6 @@ class BaseRotation:
     def _source(self) -> RotarySource:
         """Return what rotary modules of this base are made from."""
         sizes = {dims.head_dim for dims in self.sizes.values()}
-        if len(sizes) > 1 and self.modules.rotary is None:
-            raise UnsupportedModelError(f"the heads of {self.name} differ in size, and a rotation fits one: take nope")
         types = self.config.layer_types if len(sizes) > 1 else ()
         by_type = {types[layer]: dims.head_dim for layer, dims in self.sizes.items() if types}
         return RotarySource(self._config(), self.dims, self.modules.rotary, self.family.rotation, by_type)

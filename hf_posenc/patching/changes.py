@@ -375,7 +375,6 @@ def _guard(changes: Changes, sites: list[ModelSite]) -> None:
     found, family = base.modules, base.family
     holds_numbers = any(site.scheme.uses_tokens for site in sites)
     makes_numbers = holds_numbers or any(site.scheme.uses_queries for site in sites)
-    makes_numbers = makes_numbers or (family.convolves_keys and bool(plan.rotating))
     for attention in found.attentions if makes_numbers else ():
         # An attention without a cache argument makes no numbers.
         cache = cache_argument(attention) or on_attention(attention).cache

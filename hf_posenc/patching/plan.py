@@ -66,7 +66,7 @@ class Plan:
         self.replaced_attentions: tuple[int, ...] = ()
         if family.always_replaced:
             self.replaced_attentions = tuple(base.sizes)
-        elif modules.rotary is None and not family.convolves_keys:
+        elif modules.rotary is None:
             rotating = (layers for scheme, layers in placed if scheme in self.rotating)
             self.replaced_attentions = tuple(layer for layers in rotating for layer in layers)
         limits = [scheme.limit for scheme in schemes if scheme.limit is not None]

@@ -255,9 +255,7 @@ def markdown(summary: Results) -> str:
     names = sorted({name for entry in variants.values() for name in entry["measures"]})
     rows = [("", "tokens", "tokens/s", "held-out loss at the end", *(f"{plain(name)}, by length" for name in names))]
     for label, entry in variants.items():
-        scores = [
-            ", ".join(f"{length}: {score:.2f}" for length, score in entry["measures"][name].items()) for name in names
-        ]
+        scores = (", ".join(f"{at}: {each:.2f}" for at, each in entry["measures"][name].items()) for name in names)
         speed, loss = f"{entry['tokens_per_second']:,.0f}", shown((entry["curve"] or [None])[-1])
         rows.append((plain(label), f"{entry['tokens']:,}", speed, loss, *scores))
     return "\n\n".join([*parts, "## Cost, recovery and measures", table(rows)]) + "\n"

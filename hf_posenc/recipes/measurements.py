@@ -5,25 +5,24 @@ import pkgutil
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..core.did_you_mean import did_you_mean
-from ..evaluation import induction_copy, measure_context, non_overlapping_perplexity, repeat_gain, retrieve
+from ..evaluation import Cell, induction_copy, measure_context, non_overlapping_perplexity, repeat_gain, retrieve
+from ..evaluation.retrieval import TASKS
 from .corpus import DataArguments, Document, stream
 from .models import position_limit
-from .options import Natural, UsageError, as_usage_error
+from .options import Natural, UsageError
 from .results import last_name
 from .training import Diverged
 
 SHORTEST_MEASURE = 32
 """Least context length for a trial of `induction_copy`, in tokens."""
-PASSAGE = 256
-"""Number of tokens that the measure `repeat_gain` repeats."""
 EVAL_TOKENS = 16384
 """Default of --eval-tokens, unless one of --lengths is longer."""
 CURVE_TOKENS = 8192
@@ -142,11 +141,9 @@ Measure = Callable[..., Sequence[Mapping[str, Any]]]
 It returns rows with the keys `length` and `score`, the number that is shown; other keys are kept in the results."""
 
 
-def _asked(task: str, score: str) -> Measure:
+def _scored(score: str, test: Callable[..., Sequence[Cell]]) -> Measure:
     def measure(model: nn.Module, tokenizer: PreTrainedTokenizerBase, tokens: Tensor, **options: Any) -> Any:
-        copies = task == "induction_copy"
-        cells = induction_copy(model, **options) if copies else retrieve(model, tokenizer, task, **options)
-        return [cell.to_dict() | {"score": getattr(cell, score)} for cell in cells]
+        return [cell.to_dict() | {"score": getattr(cell, score)} for cell in test(model, tokenizer, **options)]
 
     return measure
 
@@ -157,19 +154,16 @@ def _repeated(
     options["trials"] = max(2, options["trials"])
     rows = []
     for length in lengths:
-        passage, longest = min(PASSAGE, length // 2), len(tokens) - options["trials"] + 1
-        distance = min(length, longest) - passage
-        (gain,) = repeat_gain(model, tokens, distances=[distance], passage=passage, **options)
+        length_of_both = min(length, len(tokens) - options["trials"] + 1)
+        passage = min(256, length_of_both // 2)
+        (gain,) = repeat_gain(model, tokens, distances=[length_of_both - passage], passage=passage, **options)
         rows.append({"length": length} | gain.to_dict() | {"score": gain.gain})
     return rows
 
 
 MEASURES: dict[str, Measure] = {
-    "induction_copy": _asked("induction_copy", "accuracy"),
-    "passkey": _asked("passkey", "exact"),
-    "niah_single": _asked("niah_single", "exact"),
-    "niah_multikey": _asked("niah_multikey", "exact"),
-    "vt": _asked("vt", "accuracy"),
+    "induction_copy": _scored("accuracy", lambda model, tokenizer, **options: induction_copy(model, **options)),
+    **{task: _scored("accuracy" if task == "vt" else "exact", partial(retrieve, task=task)) for task in TASKS},
     "repeat_gain": _repeated,
 }
 
@@ -185,15 +179,12 @@ def measure_of(name: str) -> Measure:
         return MEASURES[name]
     place, colon, function = name.rpartition(":")
     if not colon:
-        names = f"{', '.join(MEASURES)}, FILE.py:NAME or MODULE:NAME"
-        raise UsageError(f"--measures: there is no {name}; choose from {names}{did_you_mean(name, MEASURES)}")
+        meant = f"FILE.py:NAME or MODULE:NAME{did_you_mean(name, MEASURES)}"
+        raise UsageError(f"--measures: there is no {name}; choose from {', '.join(MEASURES)}, {meant}")
     try:
-        found = runpy.run_path(place)[function] if place.endswith(".py") else pkgutil.resolve_name(name)
+        return partial(runpy.run_path(place)[function] if place.endswith(".py") else pkgutil.resolve_name(name))
     except Exception as error:  # it is code of others
-        raise UsageError(f"--measures {name} cannot be read: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise UsageError(f"--measures {name} is no function, but {type(found).__name__}")
-    return cast(Measure, found)
+        raise UsageError(f"--measures {name} is no function: {type(error).__name__}: {error}") from error
 
 
 def measures(
@@ -206,18 +197,19 @@ def measures(
     """Return name -> rows of every measure, at the lengths that the model can run at.
 
     Raises:
-        UsageError: if a measure returns something else, or its texts do not fit the shortest length.
+        UsageError: if a measure fails, returns something else, or its texts do not fit the shortest length.
     """
-    limit = position_limit(model)
+    limit, found = position_limit(model), {}
     lengths = [length for length in arguments.lengths if limit is None or length <= limit]
     if not (arguments.trials and lengths):
         return {}
     options = {"lengths": lengths, "trials": arguments.trials, "distributed": accelerator.num_processes > 1}
     options["progress"] = accelerator.is_main_process
-    found = {}
     for name in arguments.measures:
-        with as_usage_error(f"--measures {name}: ", ValueError):
+        try:
             rows = [dict(row) for row in measure_of(name)(model, tokenizer, tokens, **options)]
+        except Exception as error:  # it may be code of others
+            raise UsageError(f"--measures {name}: {type(error).__name__}: {error}") from error
         if not all({"length", "score"} <= set(row) for row in rows):
             raise UsageError(f"--measures {name} must return rows with `length` and `score`, not {rows[:1]}")
         found[last_name(name)] = rows

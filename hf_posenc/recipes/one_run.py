@@ -236,9 +236,13 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
 
     # Measure again, and save.
     model = accelerator.unwrap_model(wrapped)
-    measure("after", "the model after fine-tuning")
     # All is trained and measured in float32, or as --mixed-precision says.
     dtype = language_config(models.stock_config(arguments.model)).dtype if arguments.model else None
+    try:
+        measure("after", "the model after fine-tuning")
+    except UsageError:  # of a measure: the weights are kept
+        models.save(accelerator, wrapped, tokenizer, output, dtype or torch.float32)
+        raise
     models.save(accelerator, wrapped, tokenizer, output, dtype or torch.float32)
     if accelerator.is_main_process:
         if schemes:

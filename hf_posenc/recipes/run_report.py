@@ -41,15 +41,14 @@ def measure_rows(found: dict[str, dict[str, list[Results]]]) -> Rows:
     Args:
         found: time, such as `before` -> name of a measure -> its rows.
     """
-    scores = {
-        (name, time): score_by_length(rows) for time, measured in found.items() for name, rows in measured.items()
-    }
-    lengths = sorted({length for by_length in scores.values() for length in by_length})
-    rows: Rows = [("measure", *map(str, lengths))]
-    for (name, time), score in sorted(scores.items(), key=lambda item: list(found).index(item[0][1])):
-        shown = (f"{score[each]:.2f}" if each in score else "-" for each in lengths)
-        rows.append((f"{name}, {time}" if time else name, *shown))
-    return rows
+    measured = [
+        (f"{name}, {time}" if time else name, score_by_length(rows))
+        for time, by_name in found.items()
+        for name, rows in by_name.items()
+    ]
+    lengths = sorted({length for _, score in measured for length in score})
+    body = ((name, *(f"{score[each]:.2f}" if each in score else "-" for each in lengths)) for name, score in measured)
+    return [("measure", *map(str, lengths)), *body]
 
 
 def curves_by_position(results: Results) -> dict[str, list[tuple[int, int, float]]]:

@@ -670,16 +670,14 @@ class RotaryScheme(Scheme):
         return base.rotation.fit(self, base.layers_of(self))
 
     def silence(self, site: ModelSite) -> None:
-        """Switch off only the bias of a base that rotates nothing: `put` replaces a rotation if it has to."""
-        if site.base.modules.rotary is None:
-            site.silence_rotation()
+        """Do nothing: `put` replaces the base's rotation if it has to."""
 
     def put(self, site: ModelSite) -> None:
         site.turn(self)
 
     def needs_our_attention(self, carrier: Family | BaseModel) -> bool:
-        """Return whether they have a window, layers read positions from the mask, or our function rotates queries."""
-        return super().needs_our_attention(carrier) or carrier.positions_in_mask or carrier.convolves_keys
+        """Return whether they have a window, or layers read their positions from the mask."""
+        return super().needs_our_attention(carrier) or carrier.positions_in_mask
 
     def rotations(self) -> tuple[RopeParameters | None, ...]:
         return (self.rope_parameters(),)

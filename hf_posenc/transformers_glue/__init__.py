@@ -11,8 +11,5 @@ NAME = "hf_posenc"
 QUERY_NUMBERS = "posenc_query_numbers"
 """Argument that carries the numbers of the queries from a pre-hook of an attention to our attention function."""
 
-TURN = "posenc_turn"
-"""Argument that carries the rotation of queries from the same pre-hook to our attention function."""
-
 POSITION_IDS = "posenc_position_ids"
 """Argument that carries position ids to layers and attention, in families that do not hand them on themselves."""

@@ -17,7 +17,7 @@ from ..core.modules import WithoutPositions, query_modules
 from ..core.positions import DensePositions, Positions, ensure, read
 from ..engines import dispatch
 from ..families.own_attention import Stock
-from . import NAME, POSITION_IDS, QUERY_NUMBERS, TURN, Arguments, flash
+from . import NAME, POSITION_IDS, QUERY_NUMBERS, Arguments, flash
 from .masks import BIDIRECTIONAL
 from .token_numbers import NO_NUMBERS, NO_QUERY_NUMBERS, split
 
@@ -86,8 +86,6 @@ def scheme_attention(
     state = on_attention(module)
     handed_down = kwargs.pop(POSITION_IDS, None)
     of_queries = kwargs.pop(QUERY_NUMBERS, {})
-    if (turn := kwargs.pop(TURN, None)) is not None:
-        query = turn(query)
     sinks = kwargs.pop("s_aux", None) if hasattr(module, "sinks") else None
     if (of_each_query := kwargs.pop("sinks", None)) is not None:
         sinks = of_each_query[..., 0]

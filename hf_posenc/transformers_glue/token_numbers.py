@@ -19,8 +19,7 @@ from transformers import cache_utils
 from ..core.dims import require_shape
 from ..core.layer_state import on_attention
 from ..core.modules import query_modules
-from ..schemes.rope import apply_rotary
-from . import POSITION_IDS, QUERY_NUMBERS, TURN
+from . import QUERY_NUMBERS
 
 ARGUMENTS = ("past_key_values", "layer_past")
 """Names that families give the argument of an attention that holds the cache."""
@@ -58,22 +57,21 @@ _EMPTY: dict[str, Any] = {
 
 
 class KeysWithNumbers:
-    """A cache as one attention sees it. `update` changes the keys. Everything else is the cache's own."""
+    """A cache as one attention sees it. `update` appends numbers to the keys. Everything else is the cache's own."""
 
-    def __init__(self, cache: Any, numbers: Tensor | None, turn: Any = None) -> None:
+    def __init__(self, cache: Any, numbers: Tensor) -> None:
         """Wrap a cache.
 
         Args:
             cache: the cache, or None. Without a cache `update` stores nothing.
-            numbers: (B, H, T, N) of the tokens that the attention gets, to be appended to the keys.
-            turn: function that rotates keys (B, K, T, D).
+            numbers: (B, H, T, N) of the tokens that the attention gets.
         """
-        self.cache, self.numbers, self.turn = cache, numbers, turn
+        self.cache = cache
+        self.numbers = numbers
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Rotate the keys (B, K, T, D), append the numbers and store them; return all cached keys and values."""
-        key = key if self.turn is None else self.turn(key)
-        key = key if self.numbers is None else join(key, self.numbers)
+        """Append the numbers to the keys (B, K, T, D) and store them; return all cached keys and values."""
+        key = join(key, self.numbers)
         if self.cache is None:
             return key, value
         layer = args[0] if args else kwargs["layer_idx"]
@@ -136,17 +134,17 @@ def split(key: Tensor, size: int, num_heads: int, count: int) -> tuple[Tensor, T
 
 
 def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """Forward pre-hook of an attention: make the numbers of its modules, or its rotation, and wrap its cache.
+    """Forward pre-hook of an attention: make the numbers of its modules, and wrap its cache.
 
-    An attention that needs neither has the hook too, because torch.compile does not guard hooks.
+    An attention without such modules has the hook too, because torch.compile does not guard hooks.
     """
     additions: Any = getattr(attention, "posenc_additions", None)
     modules = {} if additions is None else additions.token_modules()
-    of_queries, state = query_modules(attention), on_attention(attention)
-    turns = state.rotation is not None and not state.family  # a replaced attention rotates by itself
-    if not (modules or of_queries or turns):
+    of_queries = query_modules(attention)
+    if not modules and not of_queries:
         return None
     hidden_states: Any = args[0] if args else kwargs["hidden_states"]
+    state = on_attention(attention)
     heads = state.heads or getattr(attention.config, "num_attention_heads", None)
     wanted = (hidden_states.shape[0], heads, hidden_states.shape[1])
     if of_queries:
@@ -154,22 +152,18 @@ def wrap_cache(attention: nn.Module, args: tuple[object, ...], kwargs: dict[str,
         for name, own in found.items():
             require_shape(own, (*wanted, None), f"the numbers of queries of {name}, (B, H, T, N),")
         kwargs = kwargs | {QUERY_NUMBERS: found}
-    if turns and state.rotation is not None:
-        like = hidden_states.new_empty(0, dtype=torch.promote_types(hidden_states.dtype, torch.float32))
-        cos, sin = state.rotation()(like, kwargs.get(POSITION_IDS, kwargs.get("position_ids")))
-        kwargs = kwargs | {TURN: partial(apply_rotary, cos=cos, sin=sin, layout=state.pairs)}
-    if not modules and not turns:
+    if not modules:
         return args, kwargs
     made = []
-    for (name, tokens), width in zip(modules.items(), additions.widths() if modules else (), strict=True):
+    for (name, tokens), width in zip(modules.items(), additions.widths(), strict=True):
         own = tokens(hidden_states)
         own = own[..., None] if width == 1 else own  # (B, H, T) for one number
         made.append(require_shape(own, (*wanted, width), f"the numbers of tokens of {name}, (B, H, T, N),"))
-    changes = torch.cat(made, -1) if made else None, kwargs.get(TURN)
+    numbers = torch.cat(made, -1)
     index, name = state.cache
     if index < len(args):
-        return (*args[:index], KeysWithNumbers(args[index], *changes), *args[index + 1 :]), kwargs
-    return args, {**kwargs, name: KeysWithNumbers(kwargs.get(name), *changes)}
+        return (*args[:index], KeysWithNumbers(args[index], numbers), *args[index + 1 :]), kwargs
+    return args, {**kwargs, name: KeysWithNumbers(kwargs.get(name), numbers)}
 
 
 def cache_argument(attention: nn.Module) -> tuple[int, str] | None:

@@ -77,6 +77,9 @@ def words(model, tokenizer, tokens, *, lengths, trials, distributed, progress):
 def wrong(*arguments, **options):
     return [{"length": 32}]
 
+def breaks(model, *arguments, lengths, **options):
+    return [{"length": length, "score": 1 / (64 - length)} for length in lengths]
+
 number = 3
 """
 
@@ -98,15 +101,26 @@ def test_a_measure_of_a_users_own(recipe, tiny_checkpoints, text, capsys):
     assert str(tiny_checkpoints) not in card
 
 
+def test_a_measure_that_fails_in_the_end_loses_no_weights(recipe, tiny_checkpoints, text, capsys):
+    """The base, whose table is shorter, was not asked at the length at which it fails."""
+    output, file = tiny_checkpoints / "out", tiny_checkpoints / "mine.py"
+    file.write_text(MEASURE)
+    given = {"scheme": "alibi", "trials": 1, "lengths": "32 64", "measures": f"{file}:breaks"}
+    with pytest.raises(SystemExit):
+        recipe.main(small(tiny_checkpoints / "gpt2", text, output, **given))
+    assert "mine.py:breaks: ZeroDivisionError: division by zero" in capsys.readouterr().err
+    assert hf_posenc.verify(hf_posenc.from_pretrained(output / "model")).ok
+
+
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
         ("inductioncopy", "--measures: there is no inductioncopy; choose from induction_copy, passkey"),
-        ("MINE:none", "mine.py:none cannot be read: KeyError: 'none'"),
-        ("MINE:number", "mine.py:number is no function, but int"),
-        ("json:none", "--measures json:none cannot be read: AttributeError"),
+        ("MINE:none", "mine.py:none is no function: KeyError: 'none'"),
+        ("MINE:number", "mine.py:number is no function: TypeError: the first argument must be callable"),
+        ("json:none", "--measures json:none is no function: AttributeError"),
         ("MINE:wrong", "must return rows with `length` and `score`, not [{'length': 32}]"),
-        ("passkey", "--measures passkey: length 32 is too short for needle and question"),
+        ("passkey", "--measures passkey: ValueError: length 32 is too short for needle and question"),
     ],
 )
 def test_wrong_measures(recipe, tiny_checkpoints, text, capsys, measure, message):

@@ -16,7 +16,6 @@ from hf_posenc.core.registry import family_for, supported_model_types
 from hf_posenc.families.refused import missing_release
 from hf_posenc.model.base_model import BaseModel
 from hf_posenc.schemes.alibi import Alibi
-from hf_posenc.schemes.forgetting import Forgetting
 from hf_posenc.schemes.gated import Gated
 from hf_posenc.schemes.inkling import Inkling
 from hf_posenc.schemes.learned import Learned
@@ -459,8 +458,8 @@ def test_a_factor_of_the_base_goes_with_its_bias(model_type):
         patch_model(copy.deepcopy(stock), "temperature")
     model = patch_model(copy.deepcopy(stock), "temperature", layers=[0], length=4)
     assert verify(model).ok
-    with pytest.raises(UnsupportedModelError, match=r"heads of inkling2?_text differ in size"):
-        patch_model(decoder(model_type, swa_head_dim=16), "rope")
+    with pytest.raises(UnsupportedModelError, match="rotates nothing, and no rotation can be put"):
+        patch_model(copy.deepcopy(stock), "rope")
     with pytest.raises(UnsupportedModelError, match=r"no stock class computes alibi|its attention has other parts"):
         export_stock(patch_model(stock, "alibi"), "nowhere", length=64)
 
@@ -482,37 +481,6 @@ def test_a_bias_of_the_base_is_kept_beside_a_scheme_that_starts_neutral(model_ty
             found = model(tokens()[:, n : n + 1], past_key_values=found.past_key_values, use_cache=True)
             steps.append(found.logits)
     assert relative(torch.cat(steps, 1), expected) <= EXACT
-
-
-class Turned(torch.nn.Module):
-    """A norm of heads (B, T, H, D), whose output is rotated by the position."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, heads):
-        heads = self.norm(heads)
-        half = heads.shape[-1] // 2
-        angles = torch.arange(heads.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        turned = torch.polar(torch.ones(()), angles)[:, None] * torch.complex(heads[..., :half], heads[..., half:])
-        return torch.cat([turned.real, turned.imag], -1)
-
-
-@pytest.mark.parametrize("model_type", INKLINGS)
-def test_a_rotation_in_place_of_a_bias(model_type):
-    """Behind the convolution and the norm of keys: the stock attention computes it with another norm."""
-    stock = decoder(model_type, **STEADY[model_type])
-    expected = without_bias(stock)
-    for layer in expected.model.layers:
-        for name in ("q_norm", "k_norm") if model_type == "inkling_text" else ("q_l2_clip", "k_l2_clip"):
-            setattr(layer.self_attn, name, Turned(getattr(layer.self_attn, name)))
-    for schemes in ("rope", [Rope(), Forgetting(bias=40.0)]):  # gates that forget nothing
-        model = patch_model(copy.deepcopy(stock), schemes)
-        assert relative(logits(model), logits(expected)) <= EXACT
-        found = model(tokens()[:, :15], use_cache=True)
-        found = model(tokens()[:, 15:], past_key_values=found.past_key_values)
-        assert relative(found.logits, logits(expected)[:, 15:]) <= EXACT
 
 
 @pytest.mark.skipif("inkling_text" not in INKLINGS, reason="an older release lacks it")
