@@ -181,18 +181,14 @@ def check(
     report = check_model(model, engine=target, length=length)
     print(report)
     if json:
-        json.write_text(json_format.dumps(report.to_dict(), indent=1))
+        with files.replaced(json) as partial:
+            partial.write_text(json_format.dumps(report.to_dict(), indent=1))
         print(f"numbers in {json}")
     return 0 if report.ok else 1
 
 
 def patch(
-    checkpoint: str,
-    scheme: str,
-    output: Path,
-    *,
-    scheme_args: tuple[str, ...] = (),
-    seed: int | None = None,
+    checkpoint: str, scheme: str, output: Path, *, scheme_args: tuple[str, ...] = (), seed: int | None = None
 ) -> int:
     """Patch a stock checkpoint and save it.
 

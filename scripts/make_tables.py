@@ -204,10 +204,6 @@ RECOVERED = {
     "transformer_xl_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, calibrated",
     "nope_every_fourth, plain": '`nope`, `layers="3::4"`, plain swap',
     "nope_every_fourth, calibrated": '`nope`, `layers="3::4"`, calibrated',
-    "t5, plain": "`t5`, `share_layers=False`, plain swap",
-    "t5, calibrated": "`t5`, `share_layers=False`, calibrated",
-    "shaw, plain": "`shaw`, plain swap",
-    "shaw, calibrated": "`shaw`, calibrated",
 }
 """Variant of the runs on SmolLM2 -> its name in the table."""
 

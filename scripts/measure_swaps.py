@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_posenc import Matching, calibrate, lora_config, patch_model, schemes_of
 from hf_posenc.checkpoints.files import new_folder, replaced
+from hf_posenc.recipes.measurements import written
 
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
@@ -129,13 +130,6 @@ def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
 def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float]:
     """Return the loss at each length."""
     return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
-
-
-@torch.no_grad()
-def written(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
-    """Return how a model goes on after a prompt, by greedy decoding."""
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    return tokenizer.decode(model.eval().generate(ids, max_new_tokens=40, do_sample=False, pad_token_id=0)[0])
 
 
 def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed, bfloat16=False, state=None):

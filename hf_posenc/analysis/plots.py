@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     from .decay import Decay
 
-__all__ = [
-    "check_installed",
-    "decay_curves",
-    "loss_by_position",
-    "loss_curve",
-    "perplexity_by_length",
-    "save",
-    "similarity_matrix",
-]
-
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
 """Okabe and Ito 2008, with a grey instead of the yellow, which is too faint on white."""
 

@@ -110,7 +110,6 @@ def calibrate(
     ]
     return {
         "method": "closed_form" if matching is None else "matching",
-        "windows": len(tokens),
         "tokens": report.tokens,
         "steps": 0 if matching is None else matching.steps * len(matching.trials("loss")),
         "divergence": {name: statistics.fmean(layer[name] for layer in layers) for name in stages},
@@ -126,6 +125,6 @@ def calibrate(
 
 def record_again(model: nn.Module, results: dict[str, Any]) -> None:
     """Record an earlier calibration, the entry that `calibrate` returned, in the config of a model with its weights."""
-    if record := results.get("record"):
+    if record := results["record"]:
         config = without_adapter(model).config
         config.position_encoding = {**config.position_encoding, CALIBRATION: record}

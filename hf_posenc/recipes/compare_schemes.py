@@ -157,7 +157,7 @@ def make(arguments: Arguments, variants: Variants) -> None:
         accelerator.wait_for_everyone()
         made = read(folder)
         earlier: Results = next(iter(made.values()))[0] if made else {}
-        earlier = {key: earlier[key] for key in ("before", "measures_before") if key in earlier}
+        earlier = {key: earlier[key] for key in ("before", "measures_before", "writes_before") if key in earlier}
         shared = one_run.Shared(text, tokenizer, identity, earlier)
         one_run.run(arguments_of_run(arguments, target, seed=seed, **variants[name][1]), shared)
         if accelerator.is_main_process and not arguments.keep_weights:

@@ -90,6 +90,9 @@ def run(arguments: Arguments) -> Results:
     }
     if results["measures"]:
         say("\n" + table(measure_rows({"": results["measures"]})))
+    if arguments.prompt:
+        results["writes"] = measurements.written(model, tokenizer, arguments.prompt)
+        say(f"\n{results['writes']}")
     if accelerator.is_main_process:
         write_json(Path(arguments.json), results)
     say(f"\nresults     {arguments.json}")

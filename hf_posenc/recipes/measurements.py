@@ -10,14 +10,14 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.did_you_mean import did_you_mean
 from ..evaluation import Cell, induction_copy, measure_context, non_overlapping_perplexity, repeat_gain, retrieve
 from ..evaluation.retrieval import TASKS
 from .corpus import DataArguments, Document, stream
 from .models import position_limit
-from .options import Natural, UsageError
+from .options import Natural, UsageError, as_usage_error
 from .results import last_name
 from .training import Diverged
 
@@ -38,11 +38,13 @@ class HeldOutArguments(DataArguments):
         measures: what is measured at every length beside perplexity: induction_copy, passkey, niah_single,
             niah_multikey, vt, repeat_gain, or a function of yours as FILE.py:NAME or MODULE:NAME.
         trials: trials of these measures per length, and depth or lag; 0 skips them.
+        prompt: text that the model goes on with, by 40 tokens.
     """
 
     lengths: list[int] | tuple[int, ...] = ()
     measures: list[str] | tuple[str, ...] = ("induction_copy",)
     trials: Natural = 8
+    prompt: str | None = None
 
 
 def check(arguments: HeldOutArguments, *default_lengths: int) -> None:
@@ -131,6 +133,14 @@ def perplexities(
             )
         rows.append(row.to_dict())
     return rows
+
+
+def written(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """Return the prompt with the 40 tokens that the model goes on with, by greedy decoding."""
+    with as_usage_error("--prompt: ", Exception):  # longer than positions go, or without a token
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        ids = model.eval().generate(**inputs, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(ids[0])
 
 
 # ------------------------------------------------------------------------------------------------------------- measures

@@ -13,7 +13,7 @@ from ..analysis import plots
 from ..checkpoints.cards import code, fenced, hyperparameter_table, layers_of_schemes, loading_section, plain
 from ..core.registry import scheme_class
 from .results import Results, last_name, table, without_paths, write_text
-from .run_report import curves_by_position, measures_of, perplexity_rows, verdict
+from .run_report import curves_by_position, measures_of, perplexity_rows, samples, verdict
 
 PICTURE = "loss_by_position.png"
 
@@ -46,7 +46,7 @@ def card(results: Results) -> str:
     )
     environment.filters |= {"plain": plain, "code": code, "fenced": fenced, "table": table}
     return environment.get_template("card.md").render(
-        **{"calibration": None} | results,
+        **results,
         metadata=head.to_yaml(),
         title=title_of(results),
         base_name=Path(results["base"]["name"]).name,
@@ -55,6 +55,7 @@ def card(results: Results) -> str:
         layers=layers_of_schemes([(scheme["name"], scheme.get("layers")) for scheme in schemes]),
         perplexities=perplexity_rows(results),
         measures=[tuple(map(plain, row)) for row in measures_of(results)],
+        samples="\n\n".join(samples(results)),
         verdict=verdict(results),
         rate=results["arguments"]["learning_rate"],
         command_line=shlex.join(results["command"]),

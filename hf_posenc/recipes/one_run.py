@@ -34,7 +34,7 @@ from .results import Results, origin, read_json
 from .training import Teacher, TrainingArguments
 from .training_positions import check_follows
 
-REUSED_RESULTS = ("seconds", "before", "measures_before", "calibration")
+REUSED_RESULTS = ("seconds", "before", "measures_before", "writes_before", "calibration")
 """Results that a resumed run keeps. A run of a sweep takes the measurements of the base from an earlier run."""
 CALIBRATED_RATE, PLAIN_RATE = 3e-4, 1e-3
 """Default peak learning rates of fine-tuning. At the rate that a plain swap needs, calibrated models predict worse than
@@ -177,6 +177,8 @@ def run(arguments: Arguments, shared: Shared | None = None) -> Results:
         with timed(results["seconds"], when):
             results[when] = measurements.perplexities(model, texts, lengths, accelerator)
             results[f"measures_{when}"] = measurements.measures(model, tokenizer, tokens, arguments, accelerator)
+            if arguments.prompt:
+                results[f"writes_{when}"] = measurements.written(model, tokenizer, arguments.prompt)
 
     # Measure the base.
     if "before" not in results:

@@ -98,19 +98,21 @@ def as_text(results: Results) -> str:
     for name, *scores in (rows := measures_of(results))[1:]:
         by_length = ", ".join(f"{length}: {score}" for length, score in zip(rows[0][1:], scores, strict=True))
         lines.append(f"{name}, by length: {by_length}")
-    return "\n".join([*lines, "", calibration_line(results["calibration"])])
+    return "\n".join([*lines, *samples(results), "", calibration_line(results["calibration"])])
+
+
+def samples(results: Results) -> list[str]:
+    """Return what a run's base and model write; nothing without `--prompt`."""
+    return [f"writes, {time}: {results[key]}" for time in ("before", "after") if (key := f"writes_{time}") in results]
 
 
 def calibration_line(calibration: Results) -> str:
-    """Return the effect of a calibration in one line: advice if it won nothing, losses, remarks.
-
-    Results of older versions have neither advice nor remarks.
-    """
+    """Return the effect of a calibration in one line: advice if it won nothing, losses, remarks."""
     if calibration["method"] == "none":
         return f"not calibrated: {calibration['why']}"
-    advice = f"{calibration['advice']}; " if calibration.get("advice") else ""
+    advice = f"{calibration['advice']}; " if calibration["advice"] else ""
     losses, divergence = calibration["held_out_loss"], calibration["divergence"]
-    remarks = " ".join(remark.rstrip(".") + "." for remark in calibration.get("remarks", ()))
+    remarks = " ".join(remark.rstrip(".") + "." for remark in calibration["remarks"])
     return (
         f"{advice}calibrated with {calibration['tokens']:,} tokens: KL divergence of attention from the base's "
         f"{divergence['before']:.3f} nats before, "

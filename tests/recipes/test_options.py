@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posenc.core.command_arguments import option, parser_of
 
-KEYS = ("before", "measures_before", "after", "measures_after", "measured", "measures")
+KEYS = ("before", "measures_before", "writes_before", "after", "measures_after", "measured", "measures", "writes")
 
 
 def module_of(recipe):
@@ -208,6 +208,7 @@ MEASURING = {
     "lengths": numbers(lengths="32 40"),
     "measures": numbers(measures="induction_copy repeat_gain"),
     "trials": numbers(trials=2),
+    "prompt": numbers(prompt="def"),
 }
 TRAINING = {
     "train_length": numbers(train_length=40),

@@ -12,7 +12,7 @@ import torch
 import yaml
 from families import tiny
 from recipe_runs import options, stopped_at
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc.evaluation import measure_context
@@ -110,6 +110,20 @@ def test_a_measure_that_fails_in_the_end_loses_no_weights(recipe, tiny_checkpoin
         recipe.main(small(tiny_checkpoints / "gpt2", text, output, **given))
     assert "mine.py:breaks: ZeroDivisionError: division by zero" in capsys.readouterr().err
     assert hf_posenc.verify(hf_posenc.from_pretrained(output / "model")).ok
+
+
+def test_what_the_models_write(recipe, tiny_checkpoints, text, capsys):
+    output = tiny_checkpoints / "out"
+    given = {"scheme": "alibi", "trials": 0, "lengths": "32 64", "prompt": "cat"}
+    results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
+    tokenizer = AutoTokenizer.from_pretrained(output / "model")
+    for folder, when in ((tiny_checkpoints / "llama", "before"), (output / "model", "after")):
+        model, ids = AutoModelForCausalLM.from_pretrained(folder), tokenizer("cat", return_tensors="pt").input_ids
+        for _ in range(40):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        assert results[f"writes_{when}"] == tokenizer.decode(ids[0])
+    assert f"writes, after: {results['writes_after']}" in capsys.readouterr().out
+    assert results["writes_after"] != results["writes_before"]
 
 
 @pytest.mark.parametrize(
