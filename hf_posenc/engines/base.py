@@ -77,7 +77,7 @@ class Engine:
         if call.has_token_bias and not self.token_bias:
             return "the layer adds forget gates or a bias of the base to scores, which this engine does not compute"
         if call.changes_weights and not self.weight_changes:
-            return "the layer makes weights of scores otherwise than by a softmax, which this engine does not compute"
+            return "the layer has functions of its scores or weights, which this engine does not compute"
         if call.positions.real and not self.real:
             return "the positions are real numbers, and this engine counts whole distances"
         size, values = call.query.shape[-1], call.value.shape[-1]

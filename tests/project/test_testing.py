@@ -78,6 +78,19 @@ def test_what_is_wrong_is_named(fault):
         check_scheme(tiny("llama"), scheme(WeightScheme, weights(FAULTS[fault])))
 
 
+def test_a_fault_when_compiled_is_found_behind_any_number_of_models():
+    """torch.compile leaves the models that come after its limit as they are."""
+
+    def twice(factor):
+        return {"normaliser": lambda scores: scores.sigmoid() * factor.exp() * (1 + torch.compiler.is_compiling())}
+
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(3):
+            torch.compile(tiny("llama"), backend="eager")(torch.ones(1, 4, dtype=torch.int64))
+        with pytest.raises(AssertionError, match="compiled"):
+            check_scheme(tiny("llama"), scheme(WeightScheme, weights(twice)))
+
+
 def test_what_one_layer_cannot_hold_is_refused():
     model = patch_model(tiny("llama"), ["softpick", scheme(WeightScheme, SIGMOID)])
     with pytest.raises(ValueError, match="replaces the softmax, and so does another scheme"):
