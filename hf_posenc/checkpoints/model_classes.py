@@ -149,7 +149,9 @@ class PosEncMixin(NotCustom, CheckpointMixin, AdapterMixin, OfPatched):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, PositionModule):
-            module.reset_parameters()
+            # Whoever resets a slice of a parameter would overwrite what was loaded: slices do not have this mark.
+            if not all(getattr(each, "_is_hf_initialized", False) for each in module.parameters()):
+                module.reset_parameters()
         else:
             super()._init_weights(module)
         for name, buffer in module._buffers.items():

@@ -117,7 +117,7 @@ def scheme_class(name: str) -> type[Scheme]:
     synonyms = {synonym: answer for cls in _SCHEMES.values() for synonym, answer in cls.known_as.items()}
     raise UnknownSchemeError(
         f"unknown scheme {name!r}; choose from {', '.join(names)}"
-        f"{did_you_mean(name, synonyms | {each: each for each in names})}"
+        f"{did_you_mean(name, synonyms | {each: each for each in names})} (of another package: install or import it)"
     )
 
 

@@ -97,13 +97,7 @@ def _chunks(queries: int, keys: int, near: int) -> list[_Chunk]:
 class _Clipped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        a: Tensor,
-        b: Tensor | None,
-        scaling: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, a: Tensor, b: Tensor | None, scaling: float
     ) -> Tensor:
         output, log_sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         k, v = (pad(each.float(), (0, 0, a.shape[1] - 1, 0)) for each in (key, value))

@@ -74,6 +74,8 @@ def run(arguments: Arguments) -> Results:
     measurements.check_text(tokens, arguments.lengths[-1])
     say(f"Measuring {tokens:,} tokens at every length, on {accelerator.device}")
     lengths, texts = arguments.lengths, measurements.texts(documents, arguments.packing)
+    # First what may fail: it is code of others.
+    found = measurements.measures(model, tokenizer, corpus.stream(documents).tokens, arguments, accelerator)
     rows = measurements.perplexities(model, texts, lengths, accelerator)
     header = ("context", *(name for _, name in METHODS), "bits per byte")
     say(table([header, *((str(row["length"]), *perplexities(row), bits_per_byte(row)) for row in rows)]))
@@ -86,10 +88,10 @@ def run(arguments: Arguments) -> Results:
             "scheme": " + ".join(scheme.name for scheme in hf_posenc.schemes_of(model)) or None,
         },
         "measured": rows,
-        "measures": measurements.measures(model, tokenizer, corpus.stream(documents).tokens, arguments, accelerator),
+        "measures": found,
     }
-    if results["measures"]:
-        say("\n" + table(measure_rows({"": results["measures"]})))
+    if found:
+        say("\n" + table(measure_rows({"": found})))
     if arguments.prompt:
         results["writes"] = measurements.written(model, tokenizer, arguments.prompt)
         say(f"\n{results['writes']}")

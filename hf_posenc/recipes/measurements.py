@@ -221,6 +221,6 @@ def measures(
         except Exception as error:  # it may be code of others
             raise UsageError(f"--measures {name}: {type(error).__name__}: {error}") from error
         if not all({"length", "score"} <= set(row) for row in rows):
-            raise UsageError(f"--measures {name} must return rows with `length` and `score`, not {rows[:1]}")
+            raise UsageError(f"--measures {name} must return dicts with `length` and `score`, not {rows[:1]}")
         found[last_name(name)] = rows
     return found

@@ -19,11 +19,7 @@ from ..core.registry import register_scheme
 from .base import RotatedScheme
 from .rope import apply_rotary
 
-_READ = {
-    "rerope": ("near", "leak"),
-    "self_extend": ("near", "group"),
-    "dual_chunk": ("chunk", "length"),
-}
+_READ = {"rerope": ("near", "leak"), "self_extend": ("near", "group"), "dual_chunk": ("chunk", "length")}
 """Kind -> the hyper-parameters that it reads."""
 
 _SHARES = {"rerope": 1 / 2, "self_extend": 1 / 4, "dual_chunk": 3 / 4}

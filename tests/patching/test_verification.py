@@ -237,8 +237,10 @@ def test_an_addition_that_changes_nothing_or_never_runs_is_caught(scheme):
     given = {"trainable": True} if scheme == "temperature" else {}
     model = patch_model(tiny("llama"), ["rope", scheme_class(scheme)(**given)])
     additions = model.model.layers[1].self_attn.posenc_additions
-    getattr(additions, scheme).forward = lambda call: call
-    assert verify(model).problems == (f"layer 1: {scheme} changes nothing, whatever its parameters are",)
+    same = (lambda call, scores: scores,)  # by another engine
+    for dead in (lambda call: call, lambda call: replace(call, score_changes=same)):
+        getattr(additions, scheme).forward = dead
+        assert verify(model).problems == (f"layer 1: {scheme} changes nothing, whatever its parameters are",)
     additions.forward = lambda call, numbers=None: call
     assert verify(model).problems == (f"layer 1: the module of {scheme} never runs",)
 

@@ -133,7 +133,7 @@ def test_what_the_models_write(recipe, tiny_checkpoints, text, capsys):
         ("MINE:none", "mine.py:none is no function: KeyError: 'none'"),
         ("MINE:number", "mine.py:number is no function: TypeError: the first argument must be callable"),
         ("json:none", "--measures json:none is no function: AttributeError"),
-        ("MINE:wrong", "must return rows with `length` and `score`, not [{'length': 32}]"),
+        ("MINE:wrong", "must return dicts with `length` and `score`, not [{'length': 32}]"),
         ("passkey", "--measures passkey: ValueError: length 32 is too short for needle and question"),
     ],
 )
