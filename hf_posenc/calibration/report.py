@@ -109,7 +109,9 @@ class Calibration(Result):
             return found
         names = " and ".join(self.fixed)
         first = f"with trainable=True, so that {names} can be fitted, or " if names else ""
-        return f"{found}. Patch again {first}with another scheme, or with fewer layers (layers=)"
+        stepped = {self.kept, *self.put_back} & {"attention", "outputs", "logits"}
+        patch = "Patch" if stepped else "Take the second stage too (matching=), or patch"
+        return f"{found}. {patch} again {first}with another scheme, or with fewer layers (layers=)"
 
     def remarks(self) -> list[str]:
         """Return sentences about trials that were taken back, and about what was matched."""

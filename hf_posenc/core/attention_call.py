@@ -40,7 +40,8 @@ class Call:
         score_changes: functions of a call and its masked scores (B, H, Q, L), applied in turn. They return other
             scores; hidden keys stay hidden.
         normaliser: function of masked scores that returns weights, in place of the softmax; None means the softmax. A
-            hidden key has a score below half the dtype's minimum, and must get the weight 0.
+            hidden key has a score below half the dtype's minimum, and must get the weight 0. Keys are in the order of
+            their tokens; learned sinks (gpt_oss) are one more, the last, (B, H, Q, L + 1).
         weight_changes: functions of weights, applied in turn.
         output_changes: functions of the output (B, Q, H, V), applied in turn after any engine.
         module: the scheme's module, which has `scores` and `mix`; None until the call reaches the module.

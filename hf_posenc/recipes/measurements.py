@@ -3,9 +3,11 @@
 import math
 import pkgutil
 import runpy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -192,9 +194,11 @@ def measure_of(name: str) -> Measure:
         meant = f"FILE.py:NAME or MODULE:NAME{did_you_mean(name, MEASURES)}"
         raise UsageError(f"--measures: there is no {name}; choose from {', '.join(MEASURES)}, {meant}")
     try:
+        if place.endswith(".py"):
+            sys.path.append(str(Path(place).parent))  # a script may import what lies beside it, and so may this
         return partial(runpy.run_path(place)[function] if place.endswith(".py") else pkgutil.resolve_name(name))
     except Exception as error:  # it is code of others
-        raise UsageError(f"--measures {name} is no function: {type(error).__name__}: {error}") from error
+        raise UsageError(f"--measures {name} is not to be had: {type(error).__name__}: {error}") from error
 
 
 def measures(

@@ -130,13 +130,14 @@ def test_losses_decide(losses, kept, put_back, written, monkeypatch):
 
 
 FITTED = "with trainable=True, so that alibi can be fitted"
+SECOND = "Take the second stage too (matching=), or patch"
 OTHERS = "with another scheme, or with fewer layers (layers=)"
 
 
 @pytest.mark.parametrize(
     ("scheme", "losses", "advice"),
     [
-        (Alibi(), (3.723, 9.016, 8.516), f"little: {{}}. Patch again {FITTED}, or {OTHERS}"),  # a tenth is 0.529
+        (Alibi(), (3.723, 9.016, 8.516), f"little: {{}}. {SECOND} again {FITTED}, or {OTHERS}"),  # a tenth is 0.529
         (Alibi(trainable=True), (3.723, 9.016, 8.416), None),
         ("rope", (3.723, 3.725, 3.725), "nothing: {}"),  # there was nothing to win
     ],
@@ -149,6 +150,7 @@ def test_the_first_line_says_that_little_was_won(scheme, losses, advice, written
     numbers = f"held-out loss {calibrated:.3f} nats, {swapped:.3f} before, {base:.3f} of the base"
     first = "" if advice is None else f"{report.scheme}: calibration won {advice.format(numbers)} "
     assert " ".join(str(report).split()).startswith(f"{first}{report.scheme}: calibrated with")
+    assert SECOND not in str(replace(report, put_back={"outputs": 9.1}))  # which has had it
 
 
 # ------------------------------------------------------------------------------------------------------ the teacher

@@ -86,7 +86,8 @@ number = 3
 
 def test_a_measure_of_a_users_own(recipe, tiny_checkpoints, text, capsys):
     output, file = tiny_checkpoints / "out", tiny_checkpoints / "mine.py"
-    file.write_text(MEASURE)
+    file.write_text("import lies_beside\n" + MEASURE)
+    (tiny_checkpoints / "lies_beside.py").touch()
     given = {"scheme": "alibi", "trials": 3, "lengths": "32 64", "measures": f"repeat_gain {file}:words"}
     results = recipe.main(small(tiny_checkpoints / "llama", text, output, **given))
     name, score = "mine.py:words", 3 + results["data"]["held_out_tokens"] / 1000
@@ -130,9 +131,9 @@ def test_what_the_models_write(recipe, tiny_checkpoints, text, capsys):
     ("measure", "message"),
     [
         ("inductioncopy", "--measures: there is no inductioncopy; choose from induction_copy, passkey"),
-        ("MINE:none", "mine.py:none is no function: KeyError: 'none'"),
-        ("MINE:number", "mine.py:number is no function: TypeError: the first argument must be callable"),
-        ("json:none", "--measures json:none is no function: AttributeError"),
+        ("MINE:none", "mine.py:none is not to be had: KeyError: 'none'"),
+        ("MINE:number", "mine.py:number is not to be had: TypeError: the first argument must be callable"),
+        ("json:none", "--measures json:none is not to be had: AttributeError"),
         ("MINE:wrong", "must return dicts with `length` and `score`, not [{'length': 32}]"),
         ("passkey", "--measures passkey: ValueError: length 32 is too short for needle and question"),
     ],
