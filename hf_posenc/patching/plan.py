@@ -325,5 +325,5 @@ def _parse_text(scheme: Scheme, layers: str, base: BaseModel) -> list[int]:
             return list(range(base.num_layers))[slice(*bounds)]
     except ValueError:  # not a number, or a step of 0
         pass
-    choices = ", ".join((*sorted(set(layer_types)), "or a slice like '3::4', 'rest', or a list of indices"))
+    choices = ", ".join((*sorted(set(layer_types)), "a slice like '3::4', 'rest', or a list of indices"))
     raise ValueError(f"{scheme.name}: layers={layers!r} is neither a layer type of this model nor a slice: {choices}")
