@@ -116,8 +116,8 @@ def scheme_class(name: str) -> type[Scheme]:
     names = available_schemes()
     synonyms = {synonym: answer for cls in _SCHEMES.values() for synonym, answer in cls.known_as.items()}
     raise UnknownSchemeError(
-        f"unknown scheme {name!r}; choose from {', '.join(names)}"
-        f"{did_you_mean(name, synonyms | {each: each for each in names})} (of another package: install or import it)"
+        f"unknown scheme {name!r}; choose from {', '.join(names)}, or install or import the package that has it"
+        f"{did_you_mean(name, synonyms | {each: each for each in names})}"
     )
 
 

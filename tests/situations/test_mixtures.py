@@ -296,7 +296,7 @@ def test_a_mixture_is_saved_loaded_and_undone(family, name, tmp_path):
         ("llama", [Alibi(layers=[4])], ValueError, "no layer 4: the model has 4, counted from 0"),
         ("llama", [Alibi(layers="9:")], ValueError, "selects none of the 4 layers"),
         ("llama", [Alibi(layers="even")], ValueError, "neither a layer type of this model nor a slice"),
-        ("gemma3", [Alibi(layers="full")], ValueError, "full_attention, sliding_attention, or a slice"),
+        ("gemma3", [Alibi(layers="full")], ValueError, "full_attention, sliding_attention, a slice like"),
         ("llama", [Alibi(layers=[1.0])], TypeError, "layers must be a list of indices"),
         ("llama", [Alibi(layers=np.array([0.0]))], TypeError, "layers must be a list of indices"),
         ("llama", [Sinusoidal(layers=[1])], ValueError, "layers is for placement='every_layer'"),
