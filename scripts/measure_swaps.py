@@ -325,6 +325,7 @@ def started(
     if folder:
         with new_folder(folder) as made:
             swapped.save_pretrained(made)
+            AutoTokenizer.from_pretrained(checkpoint).save_pretrained(made)  # for the commands
             (made / "calibration.json").write_text(json.dumps(found), encoding="utf-8")
     return swapped, found
 
