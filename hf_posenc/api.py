@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .checkpoints.model_classes import classes_of_ours
 from .checkpoints.scheme_entry import CALIBRATION, make_entry
+from .core import command_arguments
 from .core.dims import REST
 from .core.modules import position_parameters
 from .core.registry import available_schemes, check_registered, scheme_class
@@ -72,6 +74,46 @@ def parse_schemes(scheme: Schemes, hyperparameters: dict[str, object]) -> tuple[
     if hyperparameters:
         raise TypeError(f"hyper-parameters {', '.join(hyperparameters)} go with the name of one scheme only")
     return tuple(schemes)
+
+
+def is_mixture(scheme: str) -> bool:
+    """Return whether the word of a command is JSON, a mixture of schemes, instead of one name."""
+    return scheme.lstrip()[:1] in ("{", "[")
+
+
+def schemes_of_words(scheme: str, scheme_args: Iterable[str]) -> tuple[Scheme, ...]:
+    """Return the schemes that words of a command name.
+
+    Args:
+        scheme: a name; or JSON of a mapping of layers to schemes, or of a list of schemes, as `patch_model` takes them.
+            In JSON a scheme is a name, or an object with the name as `scheme` and hyper-parameters, as in config.json.
+        scheme_args: hyper-parameters of a single name, `name=value`.
+
+    Raises:
+        UnknownSchemeError, TypeError, ValueError: as for `parse_schemes`, and for what is no JSON.
+    """
+    if not is_mixture(scheme):
+        return parse_schemes(scheme, command_arguments.hyperparameters(scheme_args))
+    if scheme_args:
+        raise TypeError(
+            f"--scheme-args {' '.join(scheme_args)} cannot go with JSON: write hyper-parameters into it, as in "
+            '{"scheme": "shaw", "max_distance": 64}'
+        )
+    content = json.loads(scheme)
+    if isinstance(content, dict) and "scheme" not in content:
+        by_layers = {int(key) if key.removeprefix("-").isdecimal() else key: content[key] for key in content}
+        return parse_schemes({key: _instances(value) for key, value in by_layers.items()}, {})
+    return parse_schemes(_instances(content), {})
+
+
+def _instances(content: object) -> list[Any]:
+    """Return the schemes that JSON lists: names, and instances instead of objects with hyper-parameters."""
+    return [
+        scheme_class(item["scheme"]).parse({key: value for key, value in item.items() if key != "scheme"})
+        if isinstance(item, dict) and isinstance(item.get("scheme"), str)
+        else item
+        for item in (content if isinstance(content, list) else [content])
+    ]
 
 
 def patch_model(

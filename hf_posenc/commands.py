@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from . import loading
-from .api import parse_schemes
+from .api import schemes_of_words
 from .checking.catalogue import language_type, refused_types, served_type
 from .checking.check import check as check_model
 from .checking.describe import describe
@@ -23,7 +23,7 @@ from .checking.verify import verify as verify_model
 from .checkpoints import files, hub
 from .checkpoints.export import engines_that_run, export_stock
 from .checkpoints.gguf_export import export_gguf
-from .core.command_arguments import Dtype, hyperparameters, meanings
+from .core.command_arguments import Dtype, meanings
 from .core.errors import PluginError, UnsupportedModelError
 from .core.registry import available_schemes, scheme_class, supported_model_types
 from .loading import from_pretrained
@@ -198,7 +198,7 @@ def patch(
 
     Args:
         checkpoint: directory or Hub id of a stock checkpoint.
-        scheme: name of the scheme: `hf-posenc schemes` lists them.
+        scheme: name of the scheme (`hf-posenc schemes` lists them), or JSON of several, as in `hf-posenc extend`.
         output: directory that does not exist yet.
         scheme_args: hyper-parameters, e.g. max_distance=64; `hf-posenc schemes NAME` explains them.
         seed: seed of parameters that start at random.
@@ -206,7 +206,7 @@ def patch(
     if output.exists():
         raise FileExistsError(f"{output} exists already")
     # Fails on wrong hyper-parameters before anything is loaded.
-    parsed = parse_schemes(scheme, hyperparameters(scheme_args))
+    parsed = schemes_of_words(scheme, scheme_args)
     if loading.inspect(hub.checkpoint_name(checkpoint)).scheme is not None:
         raise ValueError(f"{checkpoint} is patched already: name the stock checkpoint it was made from")
     _print_loading(checkpoint)

@@ -20,6 +20,7 @@ TOLERANCE = 1e-4
 """Largest difference of logits, relative to the largest logit, or to 1: rotations are in float32 in any model."""
 
 
+@torch.enable_grad()
 def check_scheme(model: Any, schemes: Scheme | str | Sequence[Scheme | str], *, long: int = 600) -> None:
     """Patch a model, draw the schemes' parameters at random, and check what must hold of every scheme.
 

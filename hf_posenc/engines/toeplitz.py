@@ -61,13 +61,7 @@ def whole(queries: int, heads: int, rows: int = ROWS) -> list[Piece]:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    table: Tensor,
-    *,
-    scaling: float,
-    pieces: Sequence[Piece] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, scaling: float, pieces: Sequence[Piece] | None = None
 ) -> Tensor:
     """Attend causally with a bias by distance; the last query sits on the last key.
 
@@ -94,13 +88,7 @@ def attend(
 class _Toeplitz(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        table: Tensor,
-        scaling: float,
-        pieces: tuple[Piece, ...],
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor, scaling: float, pieces: tuple[Piece, ...]
     ) -> Tensor:
         shift = key.shape[2] - query.shape[2]
         reversed_ = tiles.reversed_table(table.detach(), -math.inf)

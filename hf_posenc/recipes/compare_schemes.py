@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 import hf_posenc
 
+from ..api import is_mixture
 from ..checkpoints.cards import plain
 from ..core.did_you_mean import did_you_mean
 from ..core.registry import scheme_class
@@ -88,7 +89,7 @@ def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
     Raises:
         UsageError: if there is no such variant, or RoPE would be stretched to a length that the base was trained at.
     """
-    end = max(variant.rfind("}"), variant.rfind("]")) + 1 if models.is_mixture(variant) else 0  # JSON may have a +
+    end = max(variant.rfind("}"), variant.rfind("]")) + 1 if is_mixture(variant) else 0  # JSON may have a +
     name, *options = variant[end:].split("+")
     name = variant[:end] + name
     if strange := [word for word in options if word not in VARIANT_OPTIONS]:
@@ -97,7 +98,7 @@ def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
             f"{did_you_mean(strange[0], VARIANT_OPTIONS)}"
         )
     names = (UNPATCHED, *hf_posenc.available_schemes(), *STRETCHED_ROPE.values())
-    if name not in names and not models.is_mixture(name):
+    if name not in names and not is_mixture(name):
         meant = did_you_mean(name, STRETCHED_ROPE | {name: name for name in names})
         raise UsageError(f"--variants {variant}: unknown {name!r}; choose from {', '.join(names)}{meant}")
     scheme, hyperparameters, length = name, [], arguments.train_length
@@ -109,11 +110,11 @@ def options_of(arguments: Arguments, variant: str) -> dict[str, Any]:
                 f"--variants {variant} stretches RoPE to --train-length {length}, but the base was trained at {trained}"
             )
         hyperparameters = [f'scaling={{"rope_type": "{scaling}", "factor": {length / trained}}}']
-    elif name != UNPATCHED and not models.is_mixture(name):
+    elif name != UNPATCHED and not is_mixture(name):
         if getattr(scheme_class(scheme), "num_positions", 0) is None:  # a table, whose length has no default
             hyperparameters = [f"num_positions={max(length, *(arguments.lengths or [2 * length]))}"]
     if "trainable" in options:
-        if models.is_mixture(name):
+        if is_mixture(name):
             raise UsageError(f"--variants {variant}: write trainable into the JSON of a mixture, instead of +trainable")
         hyperparameters.append("trainable=true")
     distill = arguments.distill if "distill" in options else 0.0

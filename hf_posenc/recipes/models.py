@@ -17,10 +17,10 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 import hf_posenc
 
-from ..api import parse_schemes
+from ..api import schemes_of_words
 from ..checkpoints import files, hub
-from ..core.command_arguments import hyperparameters, option
-from ..core.registry import family_for, scheme_class
+from ..core.command_arguments import option
+from ..core.registry import family_for
 from ..families.base import family_of, language_config
 from ..model.patch_record import patch_of, without_adapter
 from .corpus import Document, stream
@@ -195,46 +195,14 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
 # ------------------------------------------------------------------------------------------------------------- schemes
 
 
-def is_mixture(scheme: str) -> bool:
-    """Return whether the text of an option is JSON, a mixture of schemes, instead of one name."""
-    return scheme.lstrip()[:1] in ("{", "[")
-
-
 def read_schemes(option_name: str, scheme: str, scheme_args: list[str] | tuple[str, ...] = ()) -> Schemes:
-    """Make schemes from the text of an option.
-
-    Args:
-        option_name: name of the option, for messages.
-        scheme: a name; or JSON of a mapping of layers to schemes, or of a list of schemes, as `patch_model` takes them.
-            In JSON a scheme is a name, or an object with the name as `scheme` and hyper-parameters, as in config.json.
-        scheme_args: hyper-parameters of a single name, `name=value`.
+    """Make schemes from the text of an option, see `schemes_of_words`.
 
     Raises:
         UsageError: if there are no such schemes. The message begins with the option.
     """
     with as_usage_error(f"{option(option_name)} {scheme}: ", TypeError, ValueError):
-        if not is_mixture(scheme):
-            return parse_schemes(scheme, hyperparameters(scheme_args))
-        if scheme_args:
-            raise TypeError(
-                f"--scheme-args {' '.join(scheme_args)} cannot go with JSON: write hyper-parameters into it, as in "
-                '{"scheme": "shaw", "max_distance": 64}'
-            )
-        content = json.loads(scheme)
-        if isinstance(content, dict) and "scheme" not in content:
-            by_layers = {int(key) if key.removeprefix("-").isdecimal() else key: content[key] for key in content}
-            return parse_schemes({key: _instances(value) for key, value in by_layers.items()}, {})
-        return parse_schemes(_instances(content), {})
-
-
-def _instances(content: object) -> list[Any]:
-    """Return the schemes that JSON lists: names, and instances instead of objects with hyper-parameters."""
-    return [
-        scheme_class(item["scheme"]).parse({key: value for key, value in item.items() if key != "scheme"})
-        if isinstance(item, dict) and isinstance(item.get("scheme"), str)
-        else item
-        for item in (content if isinstance(content, list) else [content])
-    ]
+        return schemes_of_words(scheme, scheme_args)
 
 
 def schemes_to_json(schemes: Schemes) -> dict[str, Any]:

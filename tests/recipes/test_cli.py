@@ -143,6 +143,8 @@ def test_patch_then_verify(stock, tmp_path, capsys):
     [
         ("rope --scheme-args rope_theta=77", "It is not calibrated"),  # another rotation
         ("far_rope", "It keeps the positions of its base"),
+        ('["rope",{"scheme":"temperature","length":8}]', "It keeps the positions of its base"),
+        ('{"1":"alibi"}', "It is not calibrated"),
     ],
 )
 def test_patch_says_whether_to_calibrate(words, said, stock, tmp_path, capsys):
@@ -270,6 +272,7 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
         (["patch", "STOCK", "shaw", "OUT", "--scheme-args", "max_distance=-1"], "max_distance must be 0 or more"),
         (["patch", "STOCK", "shaw", "OUT", "--scheme-args", "max_distance"], "takes name=value, not max_distance"),
         (["patch", "OURS", "alibi", "OUT"], "patched already"),
+        (["patch", "STOCK", '{"1":', "OUT"], "Expecting value: line 1 column 6"),
         (["patch", "STOCK", "shaw"], "the following arguments are required: output"),
         ([*CALIBRATE, "--length", "16k"], "--length: invalid int value: '16k'"),
         ([*CALIBRATE, "--resume"], "--resume: there is no"),
