@@ -38,7 +38,6 @@ SCHEMES = {
         f"transformer_xl_{count}_far": ("transformer_xl", {"frequencies": count, "longest": 10000}) for count in (8, 16)
     },
     "transformer_xl_window": ("transformer_xl", {"window": 512, "sinks": 4}),
-    "transformer_xl_16_further": ("transformer_xl", {"longest": 32768}),
     "shaw": ("shaw", {}),
     "nope_every_fourth": ("nope", {"layers": "3::4"}),
     "yarn_2": ("rope", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),

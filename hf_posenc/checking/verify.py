@@ -30,9 +30,6 @@ from .runner import Runner, again, change, trial, unwrapped
 NOTICES = 1e-7
 """Relative change above which a layer responds. A layer that ignores positions repeats its arithmetic: change 0."""
 
-ROUNDING = 64 * torch.finfo(torch.float32).eps
-"""The same without an addition, which another engine may compute."""
-
 SPANS = (2**8, 2**12, 2**16, 2**20)
 """Numbers of positions over which to spread the tokens, in this order, until every expected layer responds."""
 
@@ -50,10 +47,10 @@ class LayerReport:
     Attributes:
         index: index of the layer.
         response: relative change of the layer's output, with the model's current parameters.
-        live_response: the same for a layer that responds. Otherwise the change with random parameters of the scheme,
-            then also with positions further and further apart, until the layers respond. A scheme that starts neutral
-            (DA-Transformer) needs random parameters. A scheme that acts from 8192 tokens on needs distant positions. A
-            dead scheme never responds.
+        live_response: the same if all layers respond that should. Otherwise the largest change, also with random
+            parameters of the scheme and positions further and further apart, until they respond. A scheme that starts
+            neutral (DA-Transformer) needs random parameters. A scheme that acts from 8192 tokens on needs distant
+            positions. A dead scheme never responds.
         expected: whether the scheme acts in this layer.
     """
 
@@ -253,7 +250,7 @@ class _Verification:
         if not input_expected and current["input"] > NOTICES:
             problems.append(f"{entering} answer to positions: the base's own table is still there")
         problems += [*self.problems_of_rotation(), *self.problems_of_additions(live)]
-        rounding = max(torch.finfo(base.model.dtype).eps, ROUNDING)
+        rounding = max(torch.finfo(base.model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
         additions = tuple(
             AdditionReport(*key, current[key], live[key], current[key] > rounding) for key in self.modules
         )
@@ -282,23 +279,27 @@ class _Verification:
         for index, (layer, call, other) in enumerate(zip(layers, calls, others, strict=True)):
             original = again(layer, call)
             found[index] = change(again(layer, _moved(call, other), **self.lent(call)), original)
-            for key, module in self.modules.items():
-                if key[1] == index:
+            undo, added = Undo(), {key: module for key, module in self.modules.items() if key[1] == index}
+            if added:  # by one engine with and without, so that what changes nothing changes no bit
+                undo.apply(Keep(self.base.modules.attention_of[index], on_attention, {"engine": "reference"}))
+                original = again(layer, call)
+            for key, module in added.items():
 
-                    def skip(module: nn.Module, args: Any, output: Any, key: tuple[str, int] = key) -> Any:
-                        self.reached.add(key)
-                        return args[0]
+                def skip(module: nn.Module, args: Any, output: Any, key: tuple[str, int] = key) -> Any:
+                    self.reached.add(key)
+                    return args[0]
 
-                    hook = module.register_forward_hook(skip)
-                    found[key] = change(again(layer, call), original)
-                    hook.remove()
+                hook = module.register_forward_hook(skip)
+                found[key] = change(again(layer, call), original)
+                hook.remove()
+            undo.roll_back()
         return found
 
     def live(self, current: _Responses, wanted: list[Any]) -> _Responses:
         """Return the responses with random parameters. Move positions apart until every wanted response appears."""
         live, length = current, self.tokens.shape[1]
         for span in (length, *SPANS):
-            if all(live[key] > (ROUNDING if key in self.modules else NOTICES) for key in wanted):
+            if all(live[key] > NOTICES for key in wanted):
                 break
             step = (min(span, self.patch.limit or span) - 1) // (length - 1)
             with self.random_parameters():
@@ -347,7 +348,7 @@ class _Verification:
         for (name, layer), module in self.additions.items():
             if (name, layer) not in self.reached:
                 yield f"layer {layer}: the module of {name} {'is missing' if module is None else 'never runs'}"
-            elif live[name, layer] <= ROUNDING and acts_from[name] < SPANS[-1] and list(owner_of(module).parameters()):
+            elif live[name, layer] <= NOTICES and acts_from[name] < SPANS[-1] and list(owner_of(module).parameters()):
                 yield f"layer {layer}: {name} changes nothing, whatever its parameters are"
 
     def problems_of_rotation(self) -> Iterator[str]:

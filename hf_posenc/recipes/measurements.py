@@ -60,6 +60,8 @@ def check(arguments: HeldOutArguments, *default_lengths: int) -> None:
         raise UsageError("--lengths must be at least 8 tokens")
     for name in arguments.measures:
         measure_of(name)
+    if arguments.prompt == "":
+        raise UsageError("--prompt is empty: give the begin of a text, or leave it out")
     if arguments.trials and shortest < SHORTEST_MEASURE:
         raise UsageError(
             f"--measures need --lengths of at least {SHORTEST_MEASURE} tokens, not {shortest}: give longer ones, or "
@@ -196,9 +198,10 @@ def measure_of(name: str) -> Measure:
     try:
         if place.endswith(".py"):
             sys.path.append(str(Path(place).parent))  # a script may import what lies beside it, and so may this
-        return partial(runpy.run_path(place)[function] if place.endswith(".py") else pkgutil.resolve_name(name))
+            return partial(runpy.run_path(place)[function])
+        return partial(pkgutil.resolve_name(name))
     except Exception as error:  # it is code of others
-        raise UsageError(f"--measures {name} is not to be had: {type(error).__name__}: {error}") from error
+        raise UsageError(f"--measures {name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def measures(

@@ -240,6 +240,7 @@ def test_an_addition_that_changes_nothing_or_never_runs_is_caught(scheme):
     same = (lambda call, scores: scores,)  # by another engine
     for dead in (lambda call: call, lambda call: replace(call, score_changes=same)):
         getattr(additions, scheme).forward = dead
+        assert verify(model.float()).problems == verify(model.bfloat16()).problems
         assert verify(model).problems == (f"layer 1: {scheme} changes nothing, whatever its parameters are",)
     additions.forward = lambda call, numbers=None: call
     assert verify(model).problems == (f"layer 1: the module of {scheme} never runs",)

@@ -125,15 +125,18 @@ def test_what_the_models_write(recipe, tiny_checkpoints, text, capsys):
         assert results[f"writes_{when}"] == tokenizer.decode(ids[0])
     assert f"writes, after: {results['writes_after']}" in capsys.readouterr().out
     assert results["writes_after"] != results["writes_before"]
+    with pytest.raises(SystemExit):
+        recipe.main([*small(tiny_checkpoints / "llama", text, tiny_checkpoints / "other"), "--prompt", ""])
+    assert "--prompt is empty: give the begin of a text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
         ("inductioncopy", "--measures: there is no inductioncopy; choose from induction_copy, passkey"),
-        ("MINE:none", "mine.py:none is not to be had: KeyError: 'none'"),
-        ("MINE:number", "mine.py:number is not to be had: TypeError: the first argument must be callable"),
-        ("json:none", "--measures json:none is not to be had: AttributeError"),
+        ("MINE:none", "mine.py:none cannot be loaded: KeyError: 'none'"),
+        ("MINE:number", "mine.py:number cannot be loaded: TypeError: the first argument must be callable"),
+        ("json:none", "--measures json:none cannot be loaded: AttributeError"),
         ("MINE:wrong", "must return dicts with `length` and `score`, not [{'length': 32}]"),
         ("passkey", "--measures passkey: ValueError: length 32 is too short for needle and question"),
     ],
