@@ -68,7 +68,7 @@ def check_edit(edit: Mapping[str, Any]) -> None:
     name = edit["name"]
     if name not in EDITS:
         raise ValueError(
-            f"rope: frequencies['name'] must be one of {', '.join(EDITS)}, not {name!r}{did_you_mean(name, EDITS)}"
+            f"rope: frequencies['name'] must be one of {', '.join(EDITS)}, not {name!r}{did_you_mean(name, [*EDITS])}"
         )
     found = EDITS[name]
     value, whole = edit.get(found.takes), found.takes == "pairs"

@@ -193,7 +193,7 @@ def measure_of(name: str) -> Measure:
         return MEASURES[name]
     place, colon, function = name.rpartition(":")
     if not colon:
-        meant = f"FILE.py:NAME or MODULE:NAME{did_you_mean(name, MEASURES)}"
+        meant = f"FILE.py:NAME or MODULE:NAME{did_you_mean(name, tuple(MEASURES))}"
         raise UsageError(f"--measures: there is no {name}; choose from {', '.join(MEASURES)}, {meant}")
     try:
         if place.endswith(".py"):

@@ -138,6 +138,7 @@ ROWS: dict[str, Row] = {
             *[("frequencies", values, ValueError, ["0 to pi"]) for values in ((1.0, -0.1), (1.0, 3.2), (INF,), (0.0,))],
             ("frequencies", (1.0, 0.5), ValueError, ["2", "4 pairs"]),
             ("frequencies", {"name": "yarn"}, ValueError, ["soft_clip", "hope", "abf", "ntk"]),
+            ("frequencies", {"name": "softclip"}, ValueError, ["Did you mean soft_clip?"]),
             ("frequencies", {"name": "hope", "factor": 2.0}, ValueError, ["length"]),
             ("frequencies", {"name": "hope", "length": 10**6}, ValueError, ["nothing"]),
             *[("frequencies", {"name": "soft_clip", "pairs": value}, ValueError, ["pairs"]) for value in (1, 5, "2")],

@@ -133,7 +133,7 @@ def test_what_the_models_write(recipe, tiny_checkpoints, text, capsys):
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
-        ("inductioncopy", "--measures: there is no inductioncopy; choose from induction_copy, passkey"),
+        ("inductioncopy", "vt, repeat_gain, FILE.py:NAME or MODULE:NAME. Did you mean induction_copy?"),
         ("MINE:none", "mine.py:none cannot be loaded: KeyError: 'none'"),
         ("MINE:number", "mine.py:number cannot be loaded: TypeError: the first argument must be callable"),
         ("json:none", "--measures json:none cannot be loaded: AttributeError"),
