@@ -139,7 +139,9 @@ def choose_layers(
         check_head(model)
         _, held = split_tokens(tokens, model, held_out)
         layers = parsed.possible_layers(BaseModel.of(model))
-    base_loss, base_recall = _losses(model, held)
+    with evaluation(model):
+        base_loss = mean_loss(model, held)
+    base_recall = _recall(model, held)
     costs, refused = [], {}
     for layer in tqdm(layers, desc="layers", unit="layer", disable=not progress):
         swapped = copy.deepcopy(model)
@@ -149,9 +151,8 @@ def choose_layers(
             refused[layer] = str(error)
             continue
         report = calibrate(swapped, tokens, held_out=held_out, closed_windows=closed_windows, matching=matching)
-        loss, recall = _losses(swapped, held)
-        divergence = sum(each.after.mean().item() for each in report.layers)
-        costs.append(LayerCost(layer, loss - base_loss, recall - base_recall, divergence))
+        loss, recall = report.held_out_loss.calibrated - base_loss, _recall(swapped, held) - base_recall
+        costs.append(LayerCost(layer, loss, recall, sum(each.after.mean().item() for each in report.layers)))
         del swapped
     if not costs:
         reason = next(iter(refused.values()), "it has none")
@@ -160,15 +161,10 @@ def choose_layers(
     return LayerChoice(str(parsed), base_loss, base_recall, tuple(costs), refused)
 
 
-def _losses(model: PreTrainedModel, windows: Tensor) -> tuple[float, float]:
-    """Return a model's mean loss of the next token, in nats: on windows, and on second copies of their first halves.
-
-    Args:
-        model: a model with a head.
-        windows: (N, T) token ids.
-    """
+def _recall(model: PreTrainedModel, windows: Tensor) -> float:
+    """Return a model's mean loss of the next token on second copies of the windows' first halves, in nats."""
     half = windows.shape[1] // 2
     twice = windows[:, :half].repeat(1, 2)
     second = twice.index_fill(1, torch.arange(half + 1, device=twice.device), IGNORED)
     with evaluation(model):
-        return mean_loss(model, windows), mean_loss(model, twice, second)
+        return mean_loss(model, twice, second)
