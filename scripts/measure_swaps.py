@@ -27,8 +27,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from hf_posenc import Matching, calibrate, lora_config, patch_model, schemes_of
 from hf_posenc.checkpoints.files import new_folder, replaced
-from hf_posenc.recipes.measurements import written
+from hf_posenc.recipes.measurements import measure_of, written
+from hf_posenc.recipes.run_report import score_by_length
 
+MOST = [layer for layer in range(30) if layer not in (10, 16, 17, 18, 19)]
+"""Layers of SmolLM2-135M: the 25 that `choose_layers` ranks as the cheapest for transformer_xl."""
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
     "alibi": ("alibi", {"trainable": True}),
@@ -38,6 +41,8 @@ SCHEMES = {
         f"transformer_xl_{count}_far": ("transformer_xl", {"frequencies": count, "longest": 10000}) for count in (8, 16)
     },
     "transformer_xl_window": ("transformer_xl", {"window": 512, "sinks": 4}),
+    "transformer_xl_most": ("transformer_xl", {"layers": MOST}),
+    "transformer_xl_most_window": ("transformer_xl", {"layers": MOST, "window": 512, "sinks": 4}),
     "shaw": ("shaw", {}),
     "nope_every_fourth": ("nope", {"layers": "3::4"}),
     "yarn_2": ("rope", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),
@@ -67,6 +72,8 @@ ASKED_FOR = (
 )
 """Measured only where asked for: they need no calibration, or are another number of frequencies than the default."""
 STARTS = ("plain", "closed_form", "attention", "outputs", "calibrated")
+RECALL, TRIALS = ("niah_single", "repeat_gain"), 2
+"""What --recall measures; trials for each length, and depth of the needle."""
 FITTED, HELD_OUT = 6144, 2048
 """Tokens that a calibration reads at most: to fit closed forms, and to choose among them."""
 
@@ -129,6 +136,17 @@ def loss(model: PreTrainedModel, tokens: torch.Tensor) -> float:
 def measure(model: PreTrainedModel, held: dict[int, torch.Tensor]) -> dict[str, float]:
     """Return the loss at each length."""
     return {str(length): round(loss(model, tokens), 4) for length, tokens in held.items()}
+
+
+def recall(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor, lengths: list[int]
+) -> dict:
+    """Return name of a measure -> length -> mean score."""
+    found = {}
+    for name in RECALL:
+        rows = measure_of(name)(model.eval(), tokenizer, tokens, lengths=lengths, trials=TRIALS)
+        found[name] = {str(length): round(score, 3) for length, score in score_by_length(rows).items()}
+    return found
 
 
 def fine_tune(model, train, held, *, rate, tokens_at, batch_size, seed, bfloat16=False, state=None):
@@ -203,6 +221,7 @@ def main() -> int:
     parser.add_argument("--count-calibration", action="store_true", help="--tokens are those of calibration as well")
     parser.add_argument("--bfloat16", action="store_true", help="fine-tune in mixed precision")
     parser.add_argument("--lora", type=int, metavar="RANK", help="fine-tune adapters of this rank on all linear layers")
+    parser.add_argument("--recall", nargs="*", type=int, default=[], help="lengths at which recall is measured")
     parser.add_argument("--prompt", help="of a text that every model writes, which the results keep")
     parser.add_argument(
         "--keep", type=Path, help="folder of calibrated and fine-tuned models, and of training that goes on"
@@ -238,10 +257,16 @@ def run(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, results
             partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(name, json.dumps(found), flush=True)
 
+    def said(model: PreTrainedModel, when: str = "") -> dict:
+        """Return what the model writes, and what it recalls."""
+        found = {f"writes{when}": written(model, tokenizer, options.prompt)} if options.prompt else {}
+        if options.recall:
+            found[f"recall{when}"] = recall(model, tokenizer, windows(parts[first:], 1).flatten(), options.recall)
+        return found
+
     def as_it_is(model: PreTrainedModel) -> dict:
-        """Return the losses, and what the model writes."""
-        text = {"writes": written(model, tokenizer, options.prompt)} if options.prompt else {}
-        return {"before": measure(model, held)} | text
+        """Return the losses, and what the model writes and recalls."""
+        return {"before": measure(model, held)} | said(model)
 
     def tuned(model: PreTrainedModel, name: str, rate: float, seed: int, begun: int) -> dict:
         """Return the losses after each number of tokens, and the rate."""
@@ -260,8 +285,7 @@ def run(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, results
             with new_folder(options.keep / f"{name}, fine-tuned") as made:
                 model.save_pretrained(made)
                 tokenizer.save_pretrained(made)
-        text = {"writes_after": written(model, tokenizer, options.prompt)} if options.prompt else {}
-        return {"after": after, "rate": rate} | text
+        return {"after": after, "rate": rate} | said(model, "_after")
 
     if options.keep:
         options.keep.mkdir(parents=True, exist_ok=True)

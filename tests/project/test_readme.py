@@ -180,11 +180,12 @@ def test_a_measurement_of_swaps_goes_on_where_it_was(script, tiny_checkpoints, t
     text.write_text(text.read_text().replace("\f", "\n\n"))
     monkeypatch.setattr(swaps, "HELD_OUT", 64)
     monkeypatch.setattr(swaps, "FITTED", 64)
+    monkeypatch.setattr(swaps, "RECALL", ["repeat_gain"])  # a needle takes 370 of this model's tokens
     words = f"{folder}/llama {text} --schemes shaw --length 16 --lengths 16 32 --held-out-tokens 64 --steps 2 --lora 2"
     words += " --calibrate-length 16 --calibrate-windows 30 --tokens 700 900 --batch-size 8 --count-calibration"
 
     def run(name):
-        made = f" --keep {folder}/{name} --json {folder}/{name}.json --prompt Once"
+        made = f" --keep {folder}/{name} --json {folder}/{name}.json --prompt Once --recall 32"
         monkeypatch.setattr("sys.argv", ["measure_swaps.py", *(words + made).split()])
         swaps.main()
         return json.loads((folder / f"{name}.json").read_text())["runs"]
@@ -196,6 +197,8 @@ def test_a_measurement_of_swaps_goes_on_where_it_was(script, tiny_checkpoints, t
     assert list(calibrated["after"]) == [str(each - begun) for each in (700, 900)]
     assert calibrated["writes"].startswith("Once")
     assert calibrated["writes_after"].startswith("Once")
+    assert list(calibrated["recall_after"]) == ["repeat_gain"]
+    assert calibrated["recall_after"] != calibrated["recall"]
     assert calibrated["before"] != expected["shaw, plain, LoRA 2, seed 0"]["before"]
     measure, calls = swaps.measure, []
 
