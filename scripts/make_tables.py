@@ -199,31 +199,33 @@ def swaps() -> str:
 
 
 RECOVERED = {
-    "control": "the base",
+    "control": "the base, untouched",
     "transformer_xl, plain": "`transformer_xl`, plain swap",
     "transformer_xl_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, calibrated",
-    "nope_every_fourth, plain": '`nope`, `layers="3::4"`, plain swap',
-    "nope_every_fourth, calibrated": '`nope`, `layers="3::4"`, calibrated',
+    "transformer_xl_most_window, calibrated": "the same in 25 of 30 layers, calibrated",
 }
 """Variant of the runs on SmolLM2 -> its name in the table."""
 
 
 def recovered() -> str:
-    """What swaps of SmolLM2 cost: losses less the untouched base's, before training and after all of it."""
+    """What swaps of SmolLM2 cost, before training and after all of it: losses less the untouched base's, and recall."""
     base = {length: losses[0] for length, losses in loss_by_length("control", tuned=False, results=LARGE).items()}
-    rows = [["the base, untouched", "0", *(f"{loss:.2f}" for loss in base.values())]]
+    rows = []
     for variant, label in RECOVERED.items():
         for run in kept_runs(variant, LARGE):
             begun = run.get("calibration", {}).get("tokens", 0)
-            measured = {begun: run["before"]} if variant != "control" else {}
+            measured = {begun: (run["before"], label, run["recall"])}
             if after := run.get("after"):
                 last = max(after, key=int)
-                measured[begun + int(last)] = after[last]
-            for tokens, losses in measured.items():
-                what = label if tokens == begun else f"{label}, fine-tuned"
-                more = (f"{losses[str(length)] - loss:+.2f}" for length, loss in base.items())
-                rows.append([what, f"{round(tokens, -3):,}", *more])
-    return table(["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)], rows)
+                measured[begun + int(last)] = after[last], "then fine-tuned", run["recall_after"]
+            for tokens, (losses, what, recall) in measured.items():
+                more = (f"{round(losses[str(length)] - loss, 2) + 0.0:+.2f}" for length, loss in base.items())
+                if what == RECOVERED["control"]:
+                    more = (f"{loss:.2f}" for loss in base.values())
+                found = ", ".join(f"{share:.0%}" for share in recall["niah_single"].values())
+                rows.append([what, f"{round(tokens, -3):,}", *more, found])
+    titles = ["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)]
+    return table([*titles, "found at 512, 1,024, 2,048"], rows)
 
 
 def samples() -> str:

@@ -37,9 +37,6 @@ SCHEMES = {
     "alibi": ("alibi", {"trainable": True}),
     "transformer_xl": ("transformer_xl", {}),
     **{f"transformer_xl_{count}": ("transformer_xl", {"frequencies": count}) for count in (4, 8, 12, 32)},
-    **{
-        f"transformer_xl_{count}_far": ("transformer_xl", {"frequencies": count, "longest": 10000}) for count in (8, 16)
-    },
     "transformer_xl_window": ("transformer_xl", {"window": 512, "sinks": 4}),
     "transformer_xl_most": ("transformer_xl", {"layers": MOST}),
     "transformer_xl_most_window": ("transformer_xl", {"layers": MOST, "window": 512, "sinks": 4}),
