@@ -117,12 +117,7 @@ def _instances(content: object) -> list[Any]:
 
 
 def patch_model(
-    model: Model,
-    scheme: Schemes,
-    *,
-    attention: str = "auto",
-    seed: int | None = None,
-    **hyperparameters: object,
+    model: Model, scheme: Schemes, *, attention: str = "auto", seed: int | None = None, **hyperparameters: object
 ) -> Model:
     """Replace a model's position handling, in place.
 

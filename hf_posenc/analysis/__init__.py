@@ -4,12 +4,4 @@ from .decay import Decay, decay, model_decay
 from .frequencies import Frequencies, frequencies
 from .probe import position_vectors, scheme_vectors
 
-__all__ = [
-    "Decay",
-    "Frequencies",
-    "decay",
-    "frequencies",
-    "model_decay",
-    "position_vectors",
-    "scheme_vectors",
-]
+__all__ = ["Decay", "Frequencies", "decay", "frequencies", "model_decay", "position_vectors", "scheme_vectors"]

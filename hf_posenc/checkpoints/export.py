@@ -48,8 +48,10 @@ def export_stock(
     - these with `window=`, one for all layers that have it, as a Mistral or a SmolLM3;
     - vectors at the input (`learned`, `sinusoidal`) of gpt2 and opt, as the table of the stock model;
     - `nope` in all or some layers of inkling_text, also beside `inkling` of the `rank` and `extent` of its own bias;
-    - `transformer_xl`, in all layers or with `nope` in the others, of families whose queries and keys are projections
-      of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and values grows alike;
+    - `transformer_xl`, in all layers or with `nope` or the base's rotation in the others, of families whose queries and
+      keys are projections of hidden states that may have biases: as stock RoPE over wider heads. The cache of keys and
+      values grows alike. A rotation that stays takes up to D further dimensions, less those whose frequencies
+      `transformer_xl` has, too;
     - `alibi` without windows likewise, in float32 and within `length` tokens, to 0.001 nats of its bias.
 
     The config says a rotation in the words of transformers 5 and in those of transformers 4. A warning says if
@@ -270,9 +272,9 @@ def engines_that_run(config: Any) -> str:
             obstacle = f"it computes an attention factor of {own:.4g}, not {factor:.4g}"
         elif rotation["short_factor"] != rotation["long_factor"] and served > original:
             obstacle = "it takes the factors of long texts for short ones, too"
-    kernels = (
-        "" if size in (None, 64, 128, 256) else f" (heads of {size}: not with FlashInfer; head_dim=128 is for all)"
-    )
+    room = next((each for each in (64, 128, 256) if size is None or size <= each), None)
+    kernels = "" if room == size or size is None else f" (heads of {size}: not with FlashInfer"
+    kernels += "" if not kernels else f"; head_dim={room} is for all)" if room else ")"
     of_4 = "transformers 5" if _settings_for_4(config) is None else "transformers 4 and 5"
     return f"runs in {of_4}" + (
         f"; not in vLLM: {obstacle}" if obstacle else f" and, if it has {config.model_type}, vLLM{kernels}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ from ..model.base_model import BaseModel
 from ..model.obstacles import check_unquantized
 from ..model.patch_record import Patch, patch_of
 from ..schemes.alibi import alibi_slopes
-from ..transformers_glue.rotary import by_pair
+from ..transformers_glue.rotary import steady_rotation
 from . import files
 from .export import stock_form
 from .saving import position_keys
@@ -222,25 +221,16 @@ def _rotation(patch: Patch, base: BaseModel, block: GgufBlock) -> tuple[Tensor |
     """
     if block.rotated is None or base.modules.rotary is None:
         raise _refusal(patch, base, "no graph for it rotates")
-    rotary = copy.deepcopy(base.modules.rotary).cpu()  # some keep the frequencies of the last call
-    short, long = (
-        by_pair(rotary(torch.zeros(1), torch.tensor([[1, last - 1]])), base.family.rotation.angles)
-        for last in (2, 16 * (base.length or 4096))
-    )
-    cos, sin = (each[0, 0].double() for each in short)
-    if not all(torch.equal(one[0, 0], other[0, 0]) for one, other in zip(short, long, strict=True)):
-        raise _refusal(patch, base, "its angles depend on the length of the text")
     size = base.dims.head_dim
-    if 2 * len(cos) != size:
+    try:
+        frequencies, factor = steady_rotation(base.modules.rotary, base.family.rotation.angles, base.length)
+    except ValueError as error:
+        raise _refusal(patch, base, str(error)) from error
+    if 2 * len(frequencies) != size:
         raise _refusal(patch, base, "it rotates a part of each head")
-    strength = torch.hypot(cos, sin)
-    if not torch.allclose(strength, strength[:1], rtol=1e-5):
-        raise _refusal(patch, base, "it scales pairs differently")
-    frequencies = torch.atan2(sin, cos)
     expected = _theta(base) ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     factors = torch.where(frequencies == 0, UNTURNED, expected / frequencies)
     is_plain = torch.allclose(factors, torch.ones_like(factors), rtol=0, atol=1e-6)
-    factor = round(float(strength.mean()), 6) if abs(strength.mean() - 1) > 1e-6 else 1.0
     return None if is_plain else factors.float(), factor
 
 

@@ -1,7 +1,8 @@
 """A model whose scores are waves of the distance, as a stock model with wider heads.
 
 By the addition theorem `a . [cos w(i - j) | -sin w(i - j)]` is the product of `a`, rotated by `w i`, and `(1, 0)`,
-rotated by `w j`. So stock RoPE computes it, in pairs of their own where keys are biases. The content does not turn.
+rotated by `w j`. So stock RoPE computes it, in pairs of their own where keys are biases. The content does not
+turn. In layers that keep the base's rotation it takes further pairs, which turn as the base's do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..model.eval_mode import evaluation
 from ..model.patch_record import Patch
 from ..schemes.base import StockForm
 from ..transformers_glue.derived_classes import stock_class
-from ..transformers_glue.rotary import by_pair
+from ..transformers_glue.rotary import by_pair, steady_rotation
 from .config import stock_settings
 from .line_in_waves import LONGEST, fit_lines
 from .model_classes import PosEncConfigMixin, PosEncMixin
@@ -36,7 +37,10 @@ THETA = 10000.0
 BEYOND = 20.0
 """How far below the highest score a key is that has no weight in float32, in nats."""
 
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 192, 256)
+SAME = 1e-6
+"""Relative difference of two frequencies that share a pair: ten float32 roundings."""
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
 """Head sizes that the kernels of servers take."""
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -74,7 +78,7 @@ def widened_model(
     """Return a stock model that computes what a patched model does, with its weights in wider heads.
 
     Args:
-        model: a patched model whose layers add waves of the distance, or no positions; it stays unchanged.
+        model: a patched model whose layers add waves of the distance, rotate, or have no positions; it stays unchanged.
         patch: its patch.
         form: what a stock checkpoint would have to hold.
         head_dim: size of the new heads; None means the least of `HEAD_DIMS` that holds all dimensions.
@@ -88,36 +92,54 @@ def widened_model(
     base = BaseModel.of(model)
     if length is not None and length < 1:
         raise ValueError(f"length must be positive, not {length}")
-    if any(form.turned):
-        kept = ", ".join(str(layer) for layer, turned in enumerate(form.turned) if turned)
-        raise _nothing_fits(patch, base, f"layer {kept} keeps its rotation, and a stock class has one rotation")
     size, forms = base.dims.head_dim, _forms(patch, base)
+    kept, strength = torch.empty(0, dtype=torch.float64), 1.0
+    if any(form.turned):
+        if base.rotation.coordinates or _are_lines(forms):
+            where = "of one coordinate" if base.rotation.coordinates else "beside transformer_xl"
+            raise _nothing_fits(patch, base, f"some layers keep a rotation, which can be written only {where}")
+        rotary: Any = base.modules.rotary
+        try:
+            kept, strength = steady_rotation(rotary, base.family.rotation.angles, base.length)
+        except ValueError as error:
+            raise _nothing_fits(patch, base, f"some layers keep a rotation, and {error}") from error
+        if strength != 1 and 2 * len(kept) < size:
+            raise _nothing_fits(patch, base, "some layers scale and rotate a part of each head")
     if _are_lines(forms):
         sizes = [each for each in HEAD_DIMS if size < each <= 128] if head_dim is None else [head_dim]
         added = _of_lines(model, patch, base, forms, [(each - size) // 2 for each in sizes], length)
     else:
         added = _of_waves(forms)
-    frequencies = next(iter(added.values())).frequencies.cpu()
+    waves = next(iter(added.values())).frequencies.double().cpu()
+    shared = (kept[:, None] / waves - 1).abs() < SAME
+    of_kept = torch.where(shared.any(1), shared.byte().argmax(1), len(waves) - 1 + (~shared.any(1)).cumsum(0))
+    frequencies = torch.cat([waves, kept[~shared.any(1)]]).clamp(min=1 / UNTURNED)
     least = size + 2 * len(frequencies)
     wide = next((each for each in HEAD_DIMS if each >= least), least) if head_dim is None else head_dim
     if wide < least or wide % 2:
         raise ValueError(f"head_dim must be even and at least {least} = {size} + 2 * {len(frequencies)}, not {wide}")
-    waves = slice(size // 2, least // 2)
+    turning = slice(size // 2, least // 2)
     factors = torch.ones(wide // 2, dtype=torch.float64)
     factors[: size // 2] = UNTURNED
-    factors[waves] = THETA ** (-torch.arange(0, wide, 2, dtype=torch.float64) / wide)[waves] / frequencies
+    factors[turning] = THETA ** (-torch.arange(0, wide, 2, dtype=torch.float64) / wide)[turning] / frequencies
     stock, new = _empty_model(model, patch, base, factors, length, for_gguf=for_gguf)
-    interleaved = new.rotation.pairs == "interleaved"
-    pairs = torch.arange(wide).view(-1, 2) if interleaved else torch.arange(wide).view(2, -1).T
-    sign = -1.0 if new.family.rotation.backwards else 1.0
-    places = _Places(wide, pairs[: size // 2].flatten(), pairs[waves, 0], pairs[waves, 1], sign)
+    pairs, old = (
+        torch.arange(each).view(-1, 2) if new.rotation.pairs == "interleaved" else torch.arange(each).view(2, -1).T
+        for each in (wide, 2 * len(kept))
+    )
+    content, (cosines, sines) = pairs[: size // 2].flatten(), pairs[turning][: len(waves)].T
+    rotated = content.index_put((old,), pairs[turning][of_kept])
+    places = _Places(wide, content, cosines, sines, -1.0 if new.family.rotation.backwards else 1.0)
     names = {id(module): name for name, module in model.named_modules()}
     weights = model.state_dict()
     attentions: dict[int, Any] = base.modules.attention_of
     for index, attention in attentions.items():
         target: Any = new.modules.attention_of[index]
         ratio = attention.scaling / target.scaling
-        for key, value in _projections(attention, added.get(index), base.sizes[index], ratio, places).items():
+        own = places._replace(content=rotated) if form.turned[index] else places
+        if form.turned[index]:
+            ratio *= strength**2
+        for key, value in _projections(attention, added.get(index), base.sizes[index], ratio, own).items():
             weights[f"{names[id(attention)]}.{key}"] = value
     stock.load_state_dict({key: weights[key] for key in stock.state_dict()}, assign=True)
     stock.tie_weights()
@@ -208,7 +230,7 @@ class _Places(NamedTuple):
 
     Attributes:
         wide: size X of the new heads.
-        content: places of the old dimensions, (D,).
+        content: places of the old dimensions, (D,); in layers that rotate these are pairs that turn.
         cosines: first dimensions of the pairs that turn, (F,).
         sines: their second dimensions, (F,).
         sign: -1 where pairs turn by minus their angles, otherwise 1.
@@ -291,10 +313,10 @@ def _forms(patch: Patch, base: BaseModel) -> dict[int, Any]:
             raise _nothing_fits(patch, base, "its soft cap would bend the bias too")
         return forms
     if any(form.line is not None for form in forms.values()):
-        raise _nothing_fits(patch, base, "its layers have different schemes, and a stock class has one rotation")
+        raise _nothing_fits(patch, base, "its layers have different schemes")
     frequencies = [form.waves.frequencies() for form in forms.values()]
     if any(not torch.equal(each, frequencies[0]) for each in frequencies):
-        raise _nothing_fits(patch, base, "its layers have different frequencies, and a stock class has one rotation")
+        raise _nothing_fits(patch, base, "its layers of transformer_xl have different frequencies")
     return forms
 
 
@@ -365,7 +387,7 @@ def _turns(new: BaseModel, factors: Tensor) -> bool:
 def _nothing_fits(patch: Patch, base: BaseModel, reason: str) -> UnsupportedModelError:
     """Return an error that no stock class has such heads, with the reason."""
     return UnsupportedModelError(
-        f"no stock class computes {patch.name} on {base.name}: {reason}. transformer_xl and, within a length, alibi, "
-        "alone or with nope in other layers, can be exported from llama, mistral, qwen2 and other families whose "
-        "queries and keys are projections of hidden states that may have biases"
+        f"no stock class computes {patch.name} on {base.name}: {reason}. transformer_xl, also beside nope or the "
+        "base's rotation, and alibi within a length, also beside nope, can be exported from llama, mistral, qwen2 and "
+        "other families whose queries and keys are projections of hidden states that may have biases"
     )

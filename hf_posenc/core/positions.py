@@ -396,9 +396,7 @@ class DensePositions:
     def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> DensePositions:
         """Return the positions of some of the queries and keys, given as slices or indices (N,)."""
         return DensePositions(
-            self.pairs[:, :, queries][..., keys],
-            self.seen[:, :, queries][..., keys],
-            self.query_positions[:, queries],
+            self.pairs[:, :, queries][..., keys], self.seen[:, :, queries][..., keys], self.query_positions[:, queries]
         )
 
     def divided_at(self, starts: Tensor) -> Tensor:

@@ -96,14 +96,6 @@ def _slopes(form: Slopes, call: Call, distance: Tensor, hidden: Tensor) -> Terms
     return Terms(call.query, call.positions.once((form.name, hidden.dtype), bias))
 
 
-def _bias(form: Bias, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
-    return Terms(call.query, _numbers(form, distance) + hidden)
-
-
-def _factors(form: Factors, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
-    return Terms(call.query, hidden, factors=_numbers(form, distance))
-
-
 def _numbers(form: Curves, distance: Tensor) -> Tensor:
     """Return the numbers of a curve at each distance, (1|B, H, Q, L)."""
     return at_distance(form.curve(_count(distance)), distance)
@@ -144,15 +136,11 @@ def _relative_keys(form: RelativeKeys, call: Call, distance: Tensor, hidden: Ten
     return Terms(query + ratio * u[:, None], hidden, by_distance.gather(-1, at))
 
 
-def _content(form: Form, call: Call, distance: Tensor, hidden: Tensor) -> Terms:
-    return Terms(call.query, hidden)
-
-
 TERMS: Mapping[type[Form], Callable[[Any, Call, Tensor, Tensor], Terms]] = {
-    Content: _content,
-    Bias: _bias,
+    Content: lambda form, call, distance, hidden: Terms(call.query, hidden),
+    Bias: lambda form, call, distance, hidden: Terms(call.query, _numbers(form, distance) + hidden),
     Slopes: _slopes,
-    Factors: _factors,
+    Factors: lambda form, call, distance, hidden: Terms(call.query, hidden, factors=_numbers(form, distance)),
     ClippedVectors: _clipped_vectors,
     RelativeKeys: _relative_keys,
 }

@@ -254,13 +254,7 @@ class Scheme:
             )
 
     def number(
-        self,
-        field: str,
-        holds: Callable[[Any], bool],
-        wanted: str,
-        kind: Any = (int, float),
-        *,
-        listed: bool = False,
+        self, field: str, holds: Callable[[Any], bool], wanted: str, kind: Any = (int, float), *, listed: bool = False
     ) -> None:
         """Raise TypeError unless the field is a number of this type, or a list of them; ValueError unless all hold."""
         value = _plain(getattr(self, field))

@@ -56,6 +56,31 @@ def by_pair(output: Angles, angles: str) -> tuple[Tensor, Tensor]:
     return cos[..., taken], sin[..., taken]
 
 
+def steady_rotation(rotary: nn.Module, angles: str, length: int | None) -> tuple[Tensor, float]:
+    """Return the frequencies by which a rotary module turns pairs, (F,), and its factor on cosines and sines.
+
+    Args:
+        rotary: a rotary module of transformers or of this package.
+        angles: the form of its output, see `RotationFacts.angles`.
+        length: what it was trained at, in tokens; None means 4096.
+
+    Raises:
+        ValueError: with the reason, if these are not the same at all lengths of the text.
+    """
+    rotary = copy.deepcopy(rotary).cpu()  # some keep the frequencies of the last call
+    short, long = (
+        by_pair(rotary(torch.zeros(1), torch.tensor([[1, last - 1]])), angles) for last in (2, 16 * (length or 4096))
+    )
+    cos, sin = (each[0, 0].double() for each in short)
+    if not all(torch.equal(one[0, 0], other[0, 0]) for one, other in zip(short, long, strict=True)):
+        raise ValueError("its angles depend on the length of the text")
+    strength = torch.hypot(cos, sin)
+    if not torch.allclose(strength, strength[:1], rtol=1e-5):
+        raise ValueError("it scales pairs differently")
+    mean = float(strength.mean())
+    return torch.atan2(sin, cos), round(mean, 6) if abs(mean - 1) > 1e-6 else 1.0
+
+
 def from_pairs(cos: Tensor, sin: Tensor, angles: str) -> Angles:
     """Return one cosine and one sine per pair, both (B|1, T, F), in the form `angles`; the inverse of `by_pair`."""
     if angles == "complex":

