@@ -202,7 +202,7 @@ RECOVERED = {
     "control": "the base, untouched",
     "transformer_xl, plain": "`transformer_xl`, plain swap",
     "transformer_xl_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, calibrated",
-    "transformer_xl_most_window, calibrated": "the same in 25 of 30 layers, calibrated",
+    "shaw, calibrated": "`shaw`, calibrated",
 }
 """Variant of the runs on SmolLM2 -> its name in the table."""
 

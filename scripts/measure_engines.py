@@ -32,6 +32,7 @@ LENGTH = 767
 
 SWAPS: dict[str, tuple[str, dict[str, Any]]] = {
     "`transformer_xl`": ("transformer_xl", {}),
+    "`transformer_xl`, RoPE in the last five layers": ("transformer_xl", {"layers": range(25)}),
     "`alibi`": ("alibi", {}),
     "`alibi`, trained slopes": ("alibi", {"trainable": True}),
     "`nope` in `3::4`": ("nope", {"layers": "3::4"}),

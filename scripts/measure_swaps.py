@@ -34,6 +34,7 @@ MOST = [layer for layer in range(30) if layer not in (10, 16, 17, 18, 19)]
 """Layers of SmolLM2-135M: all but the five dearest for transformer_xl by `choose_layers`, on text said twice."""
 SCHEMES = {
     "t5": ("t5", {"share_layers": False}),
+    "t5_window": ("t5", {"share_layers": False, "window": 2048, "sinks": 4}),
     "alibi": ("alibi", {"trainable": True}),
     "transformer_xl": ("transformer_xl", {}),
     **{f"transformer_xl_{count}": ("transformer_xl", {"frequencies": count}) for count in (4, 8, 12, 32)},
@@ -41,8 +42,12 @@ SCHEMES = {
     "transformer_xl_most": ("transformer_xl", {"layers": MOST}),
     "transformer_xl_most_window": ("transformer_xl", {"layers": MOST, "window": 512, "sinks": 4}),
     "shaw": ("shaw", {}),
+    "shaw_window": ("shaw", {"window": 2048, "sinks": 4}),
+    "shaw_most": ("shaw", {"layers": MOST}),
     "nope_every_fourth": ("nope", {"layers": "3::4"}),
     "yarn_2": ("rope", {"scaling": {"rope_type": "yarn", "factor": 2.0}}),
+    "yarn_4": ("rope", {"scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    "dynamic_4": ("rope", {"scaling": {"rope_type": "dynamic", "factor": 4.0}}),
     "window_sinks": ("rope", {"window": 512, "sinks": 4}),
     "yarn": ("rope", {"scaling": {"rope_type": "yarn", "factor": 8.0}}),
     "window": ("rope", {"window": 512}),
@@ -61,15 +66,17 @@ NOT_SETTINGS = (
 ASKED_FOR = (
     "yarn",
     "yarn_2",
+    "yarn_4",
+    "dynamic_4",
     "window",
     "window_sinks",
     "far_rope",
     "nope_every_fourth",
-    *(name for name in SCHEMES if name.startswith("transformer_xl_")),
+    *(name for name in SCHEMES if name.startswith(("transformer_xl_", "t5_", "shaw_"))),
 )
 """Measured only where asked for: they need no calibration, or are another number of frequencies than the default."""
 STARTS = ("plain", "closed_form", "attention", "outputs", "calibrated")
-RECALL, TRIALS = ("niah_single", "repeat_gain"), 2
+RECALL, TRIALS = ("niah_single", "niah_multikey", "vt", "repeat_gain"), 2
 """What --recall measures; trials for each length, and depth of the needle."""
 FITTED, HELD_OUT = 6144, 2048
 """Tokens that a calibration reads at most: to fit closed forms, and to choose among them."""

@@ -77,7 +77,7 @@ def recovery_of_swaps() -> Any:
         "the base, fine-tuned": "control",
         "transformer_xl, plain swap": "transformer_xl, plain",
         "transformer_xl, calibrated": "transformer_xl_window, calibrated",
-        "the same in 25 of 30 layers": "transformer_xl_most_window, calibrated",
+        "shaw, calibrated": "shaw, calibrated",
     }
     curves = {
         label: [(tokens, losses[0]) for tokens, losses in loss_by_tokens(variant, TRAINED, LARGE).items()]

@@ -52,6 +52,7 @@ CASES = [
     ("llama", "rope", {"frequencies": {"name": "soft_clip", "pairs": 3}}, "llama"),
     ("llama", "rope", {"frequencies": {"name": "ntk", "factor": 4.0}}, "llama"),
     ("llama", "transformer_xl", {"frequencies": 5, "seed": 0}, "llama"),
+    ("llama", "transformer_xl", {"frequencies": 5, "seed": 0, "layers": [1]}, "llama"),
     ("gpt2", "alibi", {}, "mpt"),
     ("gpt2", "nope", {}, "mpt"),
 ]
