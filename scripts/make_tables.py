@@ -204,14 +204,26 @@ RECOVERED = {
     "transformer_xl_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, calibrated",
     "shaw, calibrated": "`shaw`, calibrated",
 }
-"""Variant of the runs on SmolLM2 -> its name in the table."""
+"""Variant of the runs on SmolLM2 -> its name in README's table."""
+
+MORE = {
+    "t5, plain": "`t5`, `share_layers=False`, plain swap",
+    "t5, calibrated": "calibrated",
+    "shaw_most, calibrated": "`shaw` in 25 of 30 layers, calibrated",
+    "transformer_xl_most_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, in 25, calibrated",
+    "transformer_xl_most_window, calibrated in 25 steps": "calibrated in half the steps",
+    "transformer_xl_most, calibrated": "without a window, calibrated",
+    "transformer_xl_most, calibrated in windows of 2048": "the same in windows of 2,048",
+    "nope_every_fourth, calibrated": '`nope` in `"3::4"`, calibrated',
+}
+"""The same of the table on the page of results."""
 
 
-def recovered() -> str:
+def recovered(shown: dict[str, str]) -> str:
     """What swaps of SmolLM2 cost, before training and after all of it: losses less the untouched base's, and recall."""
     base = {length: losses[0] for length, losses in loss_by_length("control", tuned=False, results=LARGE).items()}
     rows = []
-    for variant, label in RECOVERED.items():
+    for variant, label in shown.items():
         for run in kept_runs(variant, LARGE):
             begun = run.get("calibration", {}).get("tokens", 0)
             measured = {begun: (run["before"], label, run["recall"])}
@@ -222,7 +234,7 @@ def recovered() -> str:
                 more = (f"{round(losses[str(length)] - loss, 2) + 0.0:+.2f}" for length, loss in base.items())
                 if what == RECOVERED["control"]:
                     more = (f"{loss:.2f}" for loss in base.values())
-                found = ", ".join(f"{share:.0%}" for share in recall["niah_single"].values())
+                found = ", ".join(f"{recall['niah_single'][length]:.0%}" for length in ("512", "1024", "2048"))
                 rows.append([what, f"{round(tokens, -3):,}", *more, found])
     titles = ["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)]
     return table([*titles, "found at 512, 1,024, 2,048"], rows)
@@ -255,8 +267,12 @@ def quickstart() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"schemes": lambda: f"{code(available_schemes())}.", "results": recovered, "samples": samples},
-    "docs/results.md": {"results": swaps},
+    "README.md": {
+        "schemes": lambda: f"{code(available_schemes())}.",
+        "results": lambda: recovered(RECOVERED),
+        "samples": samples,
+    },
+    "docs/results.md": {"results": swaps, "swaps": lambda: recovered(MORE)},
     "docs/schemes.md": {"schemes": schemes},
     "docs/families.md": {"families": served, "multimodal": multimodal, "refused": refused},
     "docs/fine_tune.md": {"quickstart": quickstart},
