@@ -272,9 +272,8 @@ def engines_that_run(config: Any) -> str:
             obstacle = f"it computes an attention factor of {own:.4g}, not {factor:.4g}"
         elif rotation["short_factor"] != rotation["long_factor"] and served > original:
             obstacle = "it takes the factors of long texts for short ones, too"
-    room = next((each for each in (64, 128, 256) if size is None or size <= each), None)
-    kernels = "" if room == size or size is None else f" (heads of {size}: not with FlashInfer"
-    kernels += "" if not kernels else f"; head_dim={room} is for all)" if room else ")"
+    room = next((f"; head_dim={each} is for all" for each in (64, 128, 256) if size and size < each), "")
+    kernels = "" if size in (None, 64, 128, 256) else f" (heads of {size}: not with FlashInfer{room})"
     of_4 = "transformers 5" if _settings_for_4(config) is None else "transformers 4 and 5"
     return f"runs in {of_4}" + (
         f"; not in vLLM: {obstacle}" if obstacle else f" and, if it has {config.model_type}, vLLM{kernels}"

@@ -223,11 +223,9 @@ def _rotation(patch: Patch, base: BaseModel, block: GgufBlock) -> tuple[Tensor |
         raise _refusal(patch, base, "no graph for it rotates")
     size = base.dims.head_dim
     try:
-        frequencies, factor = steady_rotation(base.modules.rotary, base.family.rotation.angles, base.length)
+        frequencies, factor = steady_rotation(base.modules.rotary, base.family.rotation.angles, base.length, size)
     except ValueError as error:
         raise _refusal(patch, base, str(error)) from error
-    if 2 * len(frequencies) != size:
-        raise _refusal(patch, base, "it rotates a part of each head")
     expected = _theta(base) ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     factors = torch.where(frequencies == 0, UNTURNED, expected / frequencies)
     is_plain = torch.allclose(factors, torch.ones_like(factors), rtol=0, atol=1e-6)

@@ -93,27 +93,17 @@ def widened_model(
     if length is not None and length < 1:
         raise ValueError(f"length must be positive, not {length}")
     size, forms = base.dims.head_dim, _forms(patch, base)
-    kept, strength = torch.empty(0, dtype=torch.float64), 1.0
-    if any(form.turned):
-        if base.rotation.coordinates or _are_lines(forms):
-            where = "of one coordinate" if base.rotation.coordinates else "beside transformer_xl"
-            raise _nothing_fits(patch, base, f"some layers keep a rotation, which can be written only {where}")
-        rotary: Any = base.modules.rotary
-        try:
-            kept, strength = steady_rotation(rotary, base.family.rotation.angles, base.length)
-        except ValueError as error:
-            raise _nothing_fits(patch, base, f"some layers keep a rotation, and {error}") from error
-        if strength != 1 and 2 * len(kept) < size:
-            raise _nothing_fits(patch, base, "some layers scale and rotate a part of each head")
+    kept, strength = _kept_rotation(patch, base, forms) if any(form.turned) else (torch.empty(0), 1.0)
     if _are_lines(forms):
         sizes = [each for each in HEAD_DIMS if size < each <= 128] if head_dim is None else [head_dim]
         added = _of_lines(model, patch, base, forms, [(each - size) // 2 for each in sizes], length)
     else:
         added = _of_waves(forms)
     waves = next(iter(added.values())).frequencies.double().cpu()
-    shared = (kept[:, None] / waves - 1).abs() < SAME
-    of_kept = torch.where(shared.any(1), shared.byte().argmax(1), len(waves) - 1 + (~shared.any(1)).cumsum(0))
-    frequencies = torch.cat([waves, kept[~shared.any(1)]]).clamp(min=1 / UNTURNED)
+    same = (kept[:, None] / waves - 1).abs() < SAME
+    shared = same.any(1)
+    pair_of_kept = torch.where(shared, same.byte().argmax(1), len(waves) - 1 + (~shared).cumsum(0))
+    frequencies = torch.cat([waves, kept[~shared]]).clamp(min=1 / UNTURNED)
     least = size + 2 * len(frequencies)
     wide = next((each for each in HEAD_DIMS if each >= least), least) if head_dim is None else head_dim
     if wide < least or wide % 2:
@@ -128,22 +118,33 @@ def widened_model(
         for each in (wide, 2 * len(kept))
     )
     content, (cosines, sines) = pairs[: size // 2].flatten(), pairs[turning][: len(waves)].T
-    rotated = content.index_put((old,), pairs[turning][of_kept])
+    rotated = content.index_put((old,), pairs[turning][pair_of_kept])
     places = _Places(wide, content, cosines, sines, -1.0 if new.family.rotation.backwards else 1.0)
     names = {id(module): name for name, module in model.named_modules()}
     weights = model.state_dict()
     attentions: dict[int, Any] = base.modules.attention_of
     for index, attention in attentions.items():
         target: Any = new.modules.attention_of[index]
-        ratio = attention.scaling / target.scaling
-        own = places._replace(content=rotated) if form.turned[index] else places
+        ratio, own = attention.scaling / target.scaling, places
         if form.turned[index]:
-            ratio *= strength**2
+            ratio, own = ratio * strength**2, places._replace(content=rotated)
         for key, value in _projections(attention, added.get(index), base.sizes[index], ratio, own).items():
             weights[f"{names[id(attention)]}.{key}"] = value
     stock.load_state_dict({key: weights[key] for key in stock.state_dict()}, assign=True)
     stock.tie_weights()
     return stock
+
+
+def _kept_rotation(patch: Patch, base: BaseModel, forms: dict[int, Any]) -> tuple[Tensor, float]:
+    """Return the frequencies (D / 2,) of the layers that rotate, and their factor on cosines and sines."""
+    if base.rotation.coordinates or _are_lines(forms):
+        where = "of one coordinate" if base.rotation.coordinates else "beside transformer_xl"
+        raise _nothing_fits(patch, base, f"some layers keep a rotation, which can be written only {where}")
+    rotary: Any = base.modules.rotary
+    try:
+        return steady_rotation(rotary, base.family.rotation.angles, base.length, base.dims.head_dim)
+    except ValueError as error:
+        raise _nothing_fits(patch, base, f"some layers keep a rotation, and {error}") from error
 
 
 class _Waves(NamedTuple):

@@ -56,16 +56,20 @@ def by_pair(output: Angles, angles: str) -> tuple[Tensor, Tensor]:
     return cos[..., taken], sin[..., taken]
 
 
-def steady_rotation(rotary: nn.Module, angles: str, length: int | None) -> tuple[Tensor, float]:
-    """Return the frequencies by which a rotary module turns pairs, (F,), and its factor on cosines and sines.
+def steady_rotation(rotary: nn.Module, angles: str, length: int | None, size: int) -> tuple[Tensor, float]:
+    """Return the frequencies by which a rotary module turns pairs, in radians per token, and its factor on cos and sin.
 
     Args:
         rotary: a rotary module of transformers or of this package.
         angles: the form of its output, see `RotationFacts.angles`.
         length: what it was trained at, in tokens; None means 4096.
+        size: D.
+
+    Returns:
+        (D / 2,) float64 on the CPU, and a number.
 
     Raises:
-        ValueError: with the reason, if these are not the same at all lengths of the text.
+        ValueError: with the reason, if these are not the same at all lengths of the text, or not for whole heads.
     """
     rotary = copy.deepcopy(rotary).cpu()  # some keep the frequencies of the last call
     short, long = (
@@ -74,6 +78,8 @@ def steady_rotation(rotary: nn.Module, angles: str, length: int | None) -> tuple
     cos, sin = (each[0, 0].double() for each in short)
     if not all(torch.equal(one[0, 0], other[0, 0]) for one, other in zip(short, long, strict=True)):
         raise ValueError("its angles depend on the length of the text")
+    if 2 * len(cos) != size:
+        raise ValueError("it rotates a part of each head")
     strength = torch.hypot(cos, sin)
     if not torch.allclose(strength, strength[:1], rtol=1e-5):
         raise ValueError("it scales pairs differently")
