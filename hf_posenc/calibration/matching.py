@@ -151,18 +151,22 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
     changeable = list(dict.fromkeys([*(p for p, _ in pair.initial_values.values()), *parameters]))
     share = LOGIT_RATES if loss == "logits" else 1.0
     rates, rank = (matching.rate * share, matching.weight_rate * share), dist.get_rank() if dist.is_initialized() else 0
-    optimizer = torch.optim.Adam([{"params": part, "peak": r} for part, r in zip(trained, rates, strict=True) if part])
+    # Half precision would lose all steps smaller than a weight's last digit.
+    stepped = {p: p.detach().to(compute_dtype(p)) for p in parameters}
+    groups = [{"params": [stepped[p] for p in part], "peak": r} for part, r in zip(trained, rates, strict=True) if part]
+    optimizer = torch.optim.Adam(groups)
     generator = matching.generator(loss)
 
     def save(step: int) -> None:
         if rank == 0:
             now = {"step": step, "optimizer": optimizer.state_dict(), "random": generator.get_state()}
-            file.save(known | now | {"values": [p.detach() for p in changeable]})
+            file.save(known | now | {"values": [stepped.get(p, p).detach() for p in changeable]})
 
     done = 0
     if state := file.content:
         done, file.content = state["step"], None  # the next trial begins anew
-        put(zip(changeable, state["values"], strict=True))
+        put(zip((stepped.get(p, p) for p in changeable), state["values"], strict=True))
+        put(stepped.items())
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["random"])
     else:
@@ -171,7 +175,7 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
     steps = range(done + 1, matching.steps + 1)
     bar = tqdm(steps, "calibrating", matching.steps, initial=done, unit="step", disable=not pair.progress)
     with bar, ExitStack() as at_end, requiring_grad(parameters), attending(pair.model, pair.base_model):
-        at_end.callback(optimizer.zero_grad)
+        at_end.callback(clear := nn.ParameterList(parameters).zero_grad)
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
@@ -184,8 +188,11 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
                 if p.grad is not None and process_count() > 1:
                     dist.all_reduce(p.grad)
                     p.grad /= process_count()
+                stepped[p].grad = None if p.grad is None else p.grad.to(stepped[p].dtype)
             optimizer.step()
+            put(stepped.items())
             optimizer.zero_grad()
+            clear()
             bar.set_postfix({loss: f"{value:.3f}"}, refresh=False)
             try:
                 if matching.on_step is not None:

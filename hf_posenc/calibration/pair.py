@@ -39,8 +39,8 @@ def copied(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tenso
 
 
 @torch.no_grad()
-def put(values: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Copy values into their parameters."""
+def put(values: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy values into their parameters, which may be of another dtype."""
     for p, value in values:
         p.copy_(value)
 

@@ -543,12 +543,12 @@ def calibrated_until(stop, path, case, **changes):
         if step == stop:
             raise KeyboardInterrupt
 
-    model = patch_model(tiny("llama"), scheme, seed=0, **hyperparameters)
     given = (
         {"steps": 5, "seed": 2, "weight_rate": 1e-3, "rate": 2e-3, "state_file": path, "on_step": on_step}
         | more
         | changes
     )
+    model = patch_model(tiny("llama").to(given.pop("dtype", torch.float32)), scheme, seed=0, **hyperparameters)
     try:
         return model, calibrate(model, windows(), matching=Matching(**given)), made
     except KeyboardInterrupt:
@@ -568,6 +568,7 @@ def same_parameters(model, other):
         (3, (("nope", {}), {"batch_size": 2})),
         (1, (("shaw", {}), {"weights": "scheme"})),  # the closed forms have turned weights as well
         (3, (("nope", {}), {"weight_rate": 9.0})),  # ends further away, and is put back to what the closed forms found
+        (3, (("nope", {}), {"dtype": torch.bfloat16})),  # steps are less than a digit of the weights
     ],
 )
 def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
@@ -587,6 +588,21 @@ def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
     assert none == []
     assert same_parameters(ended, whole)
     assert report.to_dict() == expected.to_dict()
+
+
+def test_half_precision_loses_no_small_step():
+    """Each is less than half of a weight's last digit; together they move it as in float32."""
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = []
+        for matching in (None, Matching(steps=40, weight_rate=1e-4, loss="outputs")):
+            model = patch_model(tiny("llama").bfloat16().to(dtype), "t5", seed=0)
+            calibrate(model, windows(), matching=matching, judge="attention")
+            found.append(torch.stack([layer.self_attn.q_proj.weight.detach() for layer in model.model.layers]).double())
+        moved[dtype] = ((found[1] - found[0]) * (found[0].abs() > 0.0625)).flatten()
+    expected, found = moved.values()
+    assert expected.abs().max() > 1e-3
+    assert torch.nn.functional.cosine_similarity(expected, found, 0) > 0.9
 
 
 def test_a_state_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
