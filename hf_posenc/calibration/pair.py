@@ -201,7 +201,7 @@ class Pair:
         at_first = on_decoder(modules.decoder).at_first
 
         # All is computed again in every call, because gradients are taken layer by layer: so are borrowed keys.
-        def call(index: int, lent: dict[str, Any] | None = None) -> Call:
+        def call_with(lent: dict[str, Any], index: int) -> Call:
             hidden, arguments = theirs[index].layer.hidden_states, ours[index]
             if shift is not None:
                 hidden = hidden + shift
@@ -209,12 +209,15 @@ class Pair:
                 positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
                 hidden = hidden + modules.layers[0].get_submodule("posenc")(positions).to(hidden)
             if lends is not None:
-                if lent is None:
-                    lent = {}
-                    if index in self.lenders:
-                        call(self.lenders[index], lent)
                 arguments = replace(arguments, kwargs={**arguments.kwargs, lends: lent})
             return attention_call(modules.layers[index], modules.attention_of[index], hidden, arguments)
+
+        # No function here calls itself: it would keep the batch in memory until Python looks for cycles.
+        def call(index: int) -> Call:
+            lent: dict[str, Any] = {}
+            if index in self.lenders:
+                call_with(lent, self.lenders[index])
+            return call_with(lent, index)
 
         return theirs, call
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import json
 import math
 
@@ -588,6 +589,19 @@ def test_goes_on_exactly_where_it_was(stop, case, tmp_path):
     assert none == []
     assert same_parameters(ended, whole)
     assert report.to_dict() == expected.to_dict()
+
+
+def test_no_batch_outlives_its_visit():
+    """A reference cycle would keep batches until Python looks for cycles: too late for a large model."""
+    model = patch_model(tiny("llama"), "transformer_xl", seed=0)
+    gc.collect()
+    gc.disable()
+    try:
+        calibrate(model, windows(), matching=Matching(steps=2))
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.ndim > 2]
+        assert not [each.shape for each in found if LENGTH in each.shape]
+    finally:
+        gc.enable()
 
 
 def test_half_precision_loses_no_small_step():
