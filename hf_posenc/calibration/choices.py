@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -81,10 +82,7 @@ class LayerChoice(Result):
             f"  the base's loss (nats): {self.base_loss:.3f}; on repeated text {self.base_recall:.3f}",
             "  layer      loss    recall  divergence",
         ]
-        lines += [
-            f"  {each.layer:>5}  {each.loss:>+8.4f}  {each.recall:>+8.4f}  {each.divergence:>10.4f}"
-            for each in self.costs
-        ]
+        lines += [f"  {c.layer:>5}  {c.loss:>+8.4f}  {c.recall:>+8.4f}  {c.divergence:>10.4f}" for c in self.costs]
         lines += [f"  {layer:>5}  left out: {reason}" for layer, reason in self.refused.items()]
         return "\n".join(lines)
 
@@ -154,6 +152,7 @@ def choose_layers(
         loss, recall = report.held_out_loss.calibrated - base_loss, _recall(swapped, held) - base_recall
         costs.append(LayerCost(layer, loss, recall, sum(each.after.mean().item() for each in report.layers)))
         del swapped
+        gc.collect()  # a patched model and its patch hold each other
     if not costs:
         reason = next(iter(refused.values()), "it has none")
         raise UnsupportedModelError(f"no layer of this model can be the only one with {parsed.name}: {reason}")

@@ -191,7 +191,6 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
                 stepped[p].grad = None if p.grad is None else p.grad.to(stepped[p].dtype)
             optimizer.step()
             put(stepped.items())
-            optimizer.zero_grad()
             clear()
             bar.set_postfix({loss: f"{value:.3f}"}, refresh=False)
             try:

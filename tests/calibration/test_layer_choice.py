@@ -1,6 +1,7 @@
 """`choose_layers` ranks layers by what a swap of each costs, and leaves the model as it was."""
 
 import copy
+import gc
 import json
 
 import pytest
@@ -100,3 +101,24 @@ def test_wrong_arguments_change_nothing():
     patch_model(model, "nope")
     with pytest.raises(AlreadyPatchedError):
         choose_layers(model, windows(), "alibi", held_out=4)
+
+
+def test_one_copy_at_a_time(monkeypatch):
+    """A copy of each layer's swap would be a model of memory for each layer."""
+    from hf_posenc.calibration import choices
+
+    model, copies = tiny("llama"), []
+
+    def counted(swapped, *args, **kwargs):
+        copies.append(sum(type(each).__name__ == "PosEncLlamaForCausalLM" for each in gc.get_objects()))
+        return calibrate(swapped, *args, **kwargs)
+
+    monkeypatch.setattr(choices, "calibrate", counted)
+    gc.collect()
+    before = sum(type(each).__name__ == "PosEncLlamaForCausalLM" for each in gc.get_objects())
+    gc.disable()
+    try:
+        choose_layers(model, windows())
+    finally:
+        gc.enable()
+    assert copies == [before + 1, before + 1]
