@@ -45,6 +45,8 @@ Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
 class Matching:
     """The second stage of `calibrate`: gradient steps that match the outputs and logits of the base.
 
+    Parameters of 16 bits are stepped as float32 copies, which are rounded for the next step.
+
     Args:
         weights: the parameters to train. `scheme`: only the scheme's parameters. `query_key`: also all weights of the
             attention that make queries and keys. `adapter`: also such weights if they require gradients, as LoRA's do.
@@ -151,7 +153,7 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
     changeable = list(dict.fromkeys([*(p for p, _ in pair.initial_values.values()), *parameters]))
     share = LOGIT_RATES if loss == "logits" else 1.0
     rates, rank = (matching.rate * share, matching.weight_rate * share), dist.get_rank() if dist.is_initialized() else 0
-    # Half precision would lose all steps smaller than a weight's last digit.
+    # In half precision, steps smaller than a weight's last digit would be lost.
     stepped = {p: p.detach().to(compute_dtype(p)) for p in parameters}
     groups = [{"params": [stepped[p] for p in part], "peak": r} for part, r in zip(trained, rates, strict=True) if part]
     optimizer = torch.optim.Adam(groups)

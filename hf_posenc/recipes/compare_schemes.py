@@ -161,6 +161,7 @@ def make(arguments: Arguments, variants: Variants) -> None:
         earlier = {key: earlier[key] for key in ("before", "measures_before", "writes_before") if key in earlier}
         shared = one_run.Shared(text, tokenizer, identity, earlier)
         one_run.run(arguments_of_run(arguments, target, seed=seed, **variants[name][1]), shared)
+        accelerator.free_memory()  # a patched model and its patch hold each other
         if accelerator.is_main_process and not arguments.keep_weights:
             shutil.rmtree(target / "model")
 
