@@ -207,13 +207,15 @@ RECOVERED = {
 """Variant of the runs on SmolLM2 -> its name in README's table."""
 
 MORE = {
+    "shaw, plain": "`shaw`, plain swap",
     "t5, plain": "`t5`, `share_layers=False`, plain swap",
     "t5, calibrated": "calibrated",
     "shaw_most, calibrated": "`shaw` in 25 of 30 layers, calibrated",
     "transformer_xl_most_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, in 25, calibrated",
-    "transformer_xl_most_window, calibrated in 25 steps": "calibrated in half the steps",
+    "transformer_xl_most_window, calibrated in bfloat16": "calibrated in bfloat16",
     "transformer_xl_most, calibrated": "without a window, calibrated",
     "transformer_xl_most, calibrated in windows of 2048": "the same in windows of 2,048",
+    "alibi, calibrated": "`alibi`, `trainable=True`, calibrated",
     "nope_every_fourth, calibrated": '`nope` in `"3::4"`, calibrated',
 }
 """The same of the table on the page of results."""

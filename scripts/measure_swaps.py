@@ -37,7 +37,7 @@ SCHEMES = {
     "t5_window": ("t5", {"share_layers": False, "window": 2048, "sinks": 4}),
     "alibi": ("alibi", {"trainable": True}),
     "transformer_xl": ("transformer_xl", {}),
-    **{f"transformer_xl_{count}": ("transformer_xl", {"frequencies": count}) for count in (4, 8, 12, 32)},
+    **{f"transformer_xl_{count}": ("transformer_xl", {"frequencies": count}) for count in (4, 8, 32)},
     "transformer_xl_window": ("transformer_xl", {"window": 512, "sinks": 4}),
     "transformer_xl_most": ("transformer_xl", {"layers": MOST}),
     "transformer_xl_most_window": ("transformer_xl", {"layers": MOST, "window": 512, "sinks": 4}),
@@ -63,18 +63,6 @@ NOT_SETTINGS = (
     "untrained",
     "keep",
 )  # the runs say these
-ASKED_FOR = (
-    "yarn",
-    "yarn_2",
-    "yarn_4",
-    "dynamic_4",
-    "window",
-    "window_sinks",
-    "far_rope",
-    "nope_every_fourth",
-    *(name for name in SCHEMES if name.startswith(("transformer_xl_", "t5_", "shaw_"))),
-)
-"""Measured only where asked for: they need no calibration, or are another number of frequencies than the default."""
 STARTS = ("plain", "closed_form", "attention", "outputs", "calibrated")
 RECALL, TRIALS = ("niah_single", "niah_multikey", "vt", "repeat_gain"), 2
 """What --recall measures; trials for each length, and depth of the needle."""
@@ -202,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", help="folder or Hub id of a pretrained causal language model")
     parser.add_argument("text", type=Path, help="text file, documents separated by blank lines")
-    parser.add_argument("--schemes", nargs="*", choices=SCHEMES, default=[s for s in SCHEMES if s not in ASKED_FOR])
+    parser.add_argument("--schemes", nargs="*", choices=SCHEMES, default=["t5", "alibi", "transformer_xl", "shaw"])
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=["plain", "calibrated"])
     parser.add_argument(
         "--untrained", nargs="*", choices=STARTS, default=[], help="starts that are only measured, not fine-tuned"
@@ -215,6 +203,7 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=50, help="of the second stage of calibration, for each loss")
     parser.add_argument("--calibrate-batch-size", type=int, default=4, help="windows in each of these steps")
+    parser.add_argument("--calibrate-dtype", choices=["float32", "bfloat16"], default="float32", help="of its weights")
     parser.add_argument("--weight-rate", type=float, default=1e-3, help="of weights in the second stage")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 4096], help="at which is measured")
     parser.add_argument("--held-out-tokens", type=int, default=40_000, help="to measure on at each length, at most")
@@ -241,9 +230,9 @@ def main() -> int:
     return 0
 
 
-def load(checkpoint: str, device: str) -> PreTrainedModel:
-    """Return the base, in float32."""
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).to(device)
+def load(checkpoint: str, device: str, dtype: str = "float32") -> PreTrainedModel:
+    """Return the base."""
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device)
 
 
 def run(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, results: dict) -> None:
@@ -323,7 +312,8 @@ def started(
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(options.device)
         return model, json.loads((folder / "calibration.json").read_text(encoding="utf-8"))
     given, hyperparameters = SCHEMES[scheme]
-    swapped = patch_model(load(checkpoint, options.device), given, seed=seed, **hyperparameters)
+    dtype = "float32" if start == "plain" else options.calibrate_dtype
+    swapped = patch_model(load(checkpoint, options.device, dtype), given, seed=seed, **hyperparameters)
     if start == "plain":
         return swapped, {}
     began = time.process_time()
@@ -343,6 +333,7 @@ def started(
         judge="loss" if start in ("outputs", "calibrated") else "attention",
         progress=True,
     )
+    swapped.float()
     found = {
         "calibration": {
             "cpu_seconds": round(time.process_time() - began, 1),

@@ -248,9 +248,11 @@ def test_ctrl_c_leaves_a_state_to_resume_from(readable, tmp_path, capsys, monkey
 
     readable[readable.index("t5")] = "nope"
     before, state = there(tmp_path), tmp_path / "out.state.pt"
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with monkeypatch.context() as patch:
         patch.setattr(matching, "add_output_gradients", gradients)
         assert main(readable) == 130
+    signal.signal(signal.SIGINT, handler)
     assert f"If there is a {state}, the same command with --resume goes on from there" in capsys.readouterr().err
     assert there(tmp_path) == {*before, state}
     assert main(readable) == 2
