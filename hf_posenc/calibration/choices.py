@@ -83,8 +83,7 @@ class LayerChoice(Result):
             "  layer      loss    recall  divergence",
         ]
         lines += [f"  {c.layer:>5}  {c.loss:>+8.4f}  {c.recall:>+8.4f}  {c.divergence:>10.4f}" for c in self.costs]
-        lines += [f"  {layer:>5}  left out: {reason}" for layer, reason in self.refused.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"  {layer:>5}  left out: {reason}" for layer, reason in self.refused.items())])
 
 
 def choose_layers(
@@ -142,17 +141,18 @@ def choose_layers(
     base_recall = _recall(model, held)
     costs, refused = [], {}
     for layer in tqdm(layers, desc="layers", unit="layer", disable=not progress):
+        gc.collect()  # one copy at a time: a patched model and its patch hold each other
         swapped = copy.deepcopy(model)
         try:
             patch_model(swapped, replace(parsed, layers=(layer,)), seed=seed)
         except (UnsupportedModelError, ValueError) as error:
             refused[layer] = str(error)
+            del swapped
             continue
         report = calibrate(swapped, tokens, held_out=held_out, closed_windows=closed_windows, matching=matching)
         loss, recall = report.held_out_loss.calibrated - base_loss, _recall(swapped, held) - base_recall
         costs.append(LayerCost(layer, loss, recall, sum(each.after.mean().item() for each in report.layers)))
         del swapped
-        gc.collect()  # a patched model and its patch hold each other
     if not costs:
         reason = next(iter(refused.values()), "it has none")
         raise UnsupportedModelError(f"no layer of this model can be the only one with {parsed.name}: {reason}")

@@ -154,21 +154,21 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
     share = LOGIT_RATES if loss == "logits" else 1.0
     rates, rank = (matching.rate * share, matching.weight_rate * share), dist.get_rank() if dist.is_initialized() else 0
     # In half precision, steps smaller than a weight's last digit would be lost.
-    stepped = {p: p.detach().to(compute_dtype(p)) for p in parameters}
-    groups = [{"params": [stepped[p] for p in part], "peak": r} for part, r in zip(trained, rates, strict=True) if part]
-    optimizer = torch.optim.Adam(groups)
+    copies = {p: p.detach().float() for p in parameters if p.dtype != compute_dtype(p)}
+    moved = [[copies.get(p, p) for p in part] for part in trained]
+    optimizer = torch.optim.Adam([{"params": part, "peak": r} for part, r in zip(moved, rates, strict=True) if part])
     generator = matching.generator(loss)
 
     def save(step: int) -> None:
         if rank == 0:
             now = {"step": step, "optimizer": optimizer.state_dict(), "random": generator.get_state()}
-            file.save(known | now | {"values": [stepped.get(p, p).detach() for p in changeable]})
+            file.save(known | now | {"values": [copies.get(p, p).detach() for p in changeable]})
 
     done = 0
     if state := file.content:
         done, file.content = state["step"], None  # the next trial begins anew
-        put(zip((stepped.get(p, p) for p in changeable), state["values"], strict=True))
-        put(stepped.items())
+        put(zip((copies.get(p, p) for p in changeable), state["values"], strict=True))
+        put(copies.items())
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["random"])
     else:
@@ -190,9 +190,10 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
                 if p.grad is not None and process_count() > 1:
                     dist.all_reduce(p.grad)
                     p.grad /= process_count()
-                stepped[p].grad = None if p.grad is None else p.grad.to(stepped[p].dtype)
+            for p, copied in copies.items():
+                copied.grad = None if p.grad is None else p.grad.float()
             optimizer.step()
-            put(stepped.items())
+            put(copies.items())
             clear()
             bar.set_postfix({loss: f"{value:.3f}"}, refresh=False)
             try:
