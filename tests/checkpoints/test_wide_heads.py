@@ -171,6 +171,7 @@ print(model.generate(torch.tensor({prompt.tolist()}), max_new_tokens=100, do_sam
         ),
         ("llama", {"window": 8}, "has a window"),
         ("glm_image_text", {"layers": [0]}, "only of one coordinate"),
+        ("glm", {"layers": [0]}, "rotates a part of each head"),
         ("mistral", {}, "sliding window, and llama has none"),
         ("qwen3", {}, "q_norm"),
         ("nanochat", {}, "norms queries and keys"),

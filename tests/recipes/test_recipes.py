@@ -1,5 +1,6 @@
 """The recipes as their users start them: from arguments to tables, cards, checkpoints; every way to start them wrongly."""
 
+import gc
 import importlib
 import json
 import re
@@ -517,8 +518,17 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     folder = tiny_checkpoints / "sweep"
     words = small(tiny_checkpoints / "llama", text, folder, eval_every=1, recovery_steps=2, lengths="16 32 64")
     variants = ["unpatched", "alibi", "alibi+distill", "rope-yarn"]
+    made, patched, run = [], [], compare.one_run.run
+
+    def counted(given, *rest):
+        made.append(given.output)
+        patched.append(sum(type(each).__name__ == "PosEncLlamaForCausalLM" for each in gc.get_objects()))
+        return run(given, *rest)
+
+    monkeypatch.setattr(compare.one_run, "run", counted)
     summary = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert set(summary["variants"]) == set(variants)
+    assert len(set(patched)) == 1, patched  # no run holds the model of another
     for variant in variants:
         runs = [
             json.loads((folder / "runs" / variant / f"seed-{seed}" / "results.json").read_text()) for seed in (0, 1)
@@ -538,8 +548,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
     assert "| alibi+distill | 2 |" in printed
     # Started again, it makes only what is missing, and says the same.
     (folder / "runs" / "alibi" / "seed-1" / "results.json").unlink()
-    made, run = [], compare.one_run.run
-    monkeypatch.setattr(compare.one_run, "run", lambda given, *rest: made.append(given.output) or run(given, *rest))
+    made.clear()
     again = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert made == [str(folder / "runs" / "alibi" / "seed-1")]
     assert {name: again["variants"][name]["sliding"] for name in variants} == {
