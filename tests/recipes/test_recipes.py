@@ -526,6 +526,7 @@ def test_compare_schemes(recipes, tiny_checkpoints, text, capsys, monkeypatch):
         return run(given, *rest)
 
     monkeypatch.setattr(compare.one_run, "run", counted)
+    gc.collect()  # models of earlier tests
     summary = compare.main([*words, "--variants", *variants, "--seeds", "0", "1"])
     assert set(summary["variants"]) == set(variants)
     assert len(set(patched)) == 1, patched  # no run holds the model of another
