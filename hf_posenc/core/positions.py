@@ -241,21 +241,22 @@ class Positions:
             window: number of tokens.
             kept_first: number of tokens at the start of each document that stay visible. Padding does not count.
         """
+        if self.aligned and not torch.compiler.is_compiling() and self.key_index.shape[-1] <= window:
+            return self  # no key is outside the window
         key = ("within", window, kept_first)
         memo: dict[Hashable, Any] | None = None if self.memo is None else self.once(("memo", *key), dict)
         return replace(self.once(key, lambda: self._within(window, kept_first)), memo=memo)
 
     def _within(self, window: int, kept_first: int) -> Positions:
-        windowed = replace(self, window=self.window.clamp(max=window), plain=False, memo=None)
+        inside = replace(self, window=self.window.clamp(max=window), plain=False, memo=None)
         if kept_first == 0:
-            return windowed
+            return inside
         count = self.key_valid.cumsum(-1)
         starts = torch.nn.functional.pad(self.key_segment[:, 1:] != self.key_segment[:, :-1], (1, 0), value=True)
-        before = torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values  # tokens of other documents
-        rank = count - before  # 1 at the first token of a document, int64
-        cap = (windowed.window + (kept_first - rank)).clamp(max=NO_WINDOW - 1).to(self.key_positions.dtype)
-        kept = torch.where(self.key_valid & (rank <= kept_first), cap, NO_WINDOW)
-        return replace(windowed, distance_cap=kept, aligned=False)
+        # 1 at the first token of a document, int64: without the tokens of other documents
+        rank = count - torch.where(starts, count - self.key_valid.long(), 0).cummax(-1).values
+        cap = (inside.window + (kept_first - rank)).clamp(max=NO_WINDOW - 1).to(self.key_positions.dtype)
+        return replace(inside, distance_cap=cap.where(self.key_valid & (rank <= kept_first), NO_WINDOW), aligned=False)
 
     def cut(self, queries: slice | Tensor, keys: slice | Tensor) -> Positions:
         """Return the positions of some of the queries and keys, given as slices or indices (N,)."""

@@ -75,10 +75,7 @@ def describe_mask(mask_function: MaskFunction) -> MaskParts | None:
     known = [each for each in described if each is not None]
     if len(known) != len(described) or sum("window" in each for each in known) > 1:
         return None
-    parts: MaskParts = {}
-    for each in known:
-        parts.update(each)
-    return parts
+    return {name: part for each in known for name, part in each.items()}
 
 
 def causal_documents(segments: Tensor | None) -> MaskFunction:
@@ -181,6 +178,8 @@ def position_channel(
             size, padding = parts["chunks"]
             segments = (key_index - padding.to(key_index.device)[:, None]) // size
             parts = {**parts, "segments": segments} if same_tokens and "segments" not in parts else None
+        if parts is not None and same_tokens and kv_length <= parts.get("window", 0):
+            del parts["window"]  # it hides no token
     elif same_tokens or getattr(config, "attention_chunk_size", None) is None:
         # The probe finds the start of a chunk by comparing a token with the one before it. That needs queries and keys
         # to be the same tokens, which they are not in a call with a cache.

@@ -10,6 +10,7 @@ import torch
 from families import tiny, tokens
 from situations import assert_same, randomize
 from transformers import StaticCache
+from transformers.masking_utils import sliding_window_causal_mask_function
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posenc
@@ -17,6 +18,7 @@ from hf_posenc import UnsupportedModelError, patch_model, verify
 from hf_posenc.engines import chunked, sdpa
 from hf_posenc.schemes.nope import Nope
 from hf_posenc.schemes.rope import Rope
+from hf_posenc.transformers_glue.masks import position_channel
 
 WINDOW, SINKS = 5, 3
 SCHEMES = {
@@ -162,10 +164,7 @@ def test_verify_caches_padding_and_generation(scheme, family):
     alone = [model.generate(each[None], **options)[0, len(each) :] for each in (ids[0], ids[1, 6:])]
     mask = torch.ones_like(ids)
     mask[1, :6] = 0
-    for cache in (
-        {},
-        {"cache_implementation": "static", "disable_compile": True},
-    ):
+    for cache in ({}, {"cache_implementation": "static", "disable_compile": True}):
         together = model.generate(ids, attention_mask=mask, **options, **cache)[:, 20:]
         assert together.equal(torch.stack(alone)), cache
 
@@ -179,6 +178,18 @@ def test_engines_agree_on_the_distance_of_sinks(scheme):
     assert (models["chunked"](ids, use_cache=False).logits - whole).abs().max() < 1e-10
     cache = models["reference"](ids[:, :21]).past_key_values
     assert_same(models["decode"](ids[:, 21:], past_key_values=cache).logits, whole[:, 21:])
+
+
+@torch.no_grad()
+def test_a_window_that_holds_all_tokens_is_no_window():
+    """To the last digit: so the same engine computes it. With more tokens only `chunked` can."""
+    ids, windowed = tokens(2, 129), sinking("transformer_xl", window=128)
+    whole = randomize(patch_model(tiny("llama"), "transformer_xl", seed=0))
+    assert windowed(ids[:, :128]).logits.equal(whole(ids[:, :128]).logits)
+    assert not windowed(ids).logits.equal(whole(ids).logits)
+    of_base = sliding_window_causal_mask_function(128)
+    assert position_channel(1, 128, 128, mask_function=of_base).equal(position_channel(1, 128, 128))
+    assert position_channel(1, 129, 129, mask_function=of_base).shape != position_channel(1, 129, 129).shape
 
 
 def test_a_users_own_4d_mask_is_refused():
