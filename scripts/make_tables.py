@@ -226,20 +226,28 @@ def recovered(shown: dict[str, str]) -> str:
     base = {length: losses[0] for length, losses in loss_by_length("control", tuned=False, results=LARGE).items()}
     rows = []
     for variant, label in shown.items():
-        for run in kept_runs(variant, LARGE):
-            begun = run.get("calibration", {}).get("tokens", 0)
-            measured = {begun: (run["before"], label, run["recall"])}
-            if after := run.get("after"):
-                last = max(after, key=int)
-                measured[begun + int(last)] = after[last], "then fine-tuned", run["recall_after"]
-            for tokens, (losses, what, recall) in measured.items():
-                more = (f"{round(losses[str(length)] - loss, 2) + 0.0:+.2f}" for length, loss in base.items())
-                if what == RECOVERED["control"]:
-                    more = (f"{loss:.2f}" for loss in base.values())
-                found = ", ".join(f"{recall['niah_single'][length]:.0%}" for length in ("512", "1024", "2048"))
-                rows.append([what, f"{round(tokens, -3):,}", *more, found])
+        runs = kept_runs(variant, LARGE)
+        for tuned in (False, True) if "after" in runs[0] else (False,):
+            tokens = [run.get("calibration", {}).get("tokens", 0) for run in runs]
+            if tuned:
+                tokens = [begun + int(max(run["after"], key=int)) for begun, run in zip(tokens, runs, strict=True)]
+            losses = loss_by_length(variant, tuned=tuned, results=LARGE)
+            more = [gained([each - base[length] for each in losses[length]]) for length in base]
+            if variant == "control" and not tuned:
+                more = [f"{loss:.2f}" for loss in base.values()]
+            scores = [run["recall_after" if tuned else "recall"]["niah_single"] for run in runs]
+            means = (statistics.fmean(each[length] for each in scores) for length in ("512", "1024", "2048"))
+            found = ", ".join(f"{mean:.0%}" for mean in means)
+            count = f"{round(statistics.fmean(tokens), -3):,.0f}"
+            rows.append(["then fine-tuned" if tuned else label, count, *more, found])
     titles = ["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)]
     return table([*titles, "found at 512, 1,024, 2,048"], rows)
+
+
+def gained(differences: list[float]) -> str:
+    """The mean difference of losses, and its standard deviation over seeds."""
+    mean = f"{round(statistics.fmean(differences), 2) + 0.0:+.2f}"
+    return mean if len(differences) == 1 else f"{mean} ± {statistics.stdev(differences):.2f}"
 
 
 def samples() -> str:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -218,9 +217,11 @@ def _add_attention_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn
     return value / len(pair.layers)
 
 
-def _add_gradients(loss: Tensor, parameters: Sequence[nn.Parameter], *, retain_graph: bool = False) -> None:
-    """Add the gradients of a loss to those of parameters, of which it may depend on a few."""
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=retain_graph)
+def _add_gradients(
+    loss: Tensor, parameters: Sequence[nn.Parameter], gradient: Tensor | None = None, *, retain_graph: bool = False
+) -> None:
+    """Add the gradients of a loss, or of outputs whose gradient is given, to those of parameters it depends on."""
+    gradients = torch.autograd.grad(loss, parameters, gradient, retain_graph, allow_unused=True)
     for p, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
@@ -292,17 +293,18 @@ def add_logit_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Para
     value = 0.0
     for window in tokens.split(1):
         with torch.no_grad(), pair.as_base() as base, attending(base, BaseModel.of(base)):
-            wanted = _log_probabilities(base, window)
+            wanted = _log_probabilities(base(window, use_cache=False).logits)
         with uncompiled():
-            found = _log_probabilities(pair.model, window)
-        loss = F.kl_div(found, wanted, log_target=True, reduction="sum") / tokens.numel()
-        _add_gradients(loss, parameters)
-        value += loss.item()
+            logits = pair.model(window, use_cache=False).logits
+        found, shares = _log_probabilities(logits.detach()), wanted.exp()
+        value += wanted.sub_(found).mul_(shares).sum().item() / tokens.numel()
+        # By hand: autograd would write several more tensors of this size, the largest of all.
+        gradient = found.exp_().sub_(shares).div_(tokens.numel())
+        _add_gradients(logits, parameters, gradient.to(logits.dtype))
     return value
 
 
-def _log_probabilities(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    logits = model(tokens, use_cache=False).logits
+def _log_probabilities(logits: Tensor) -> Tensor:
     return logits.to(compute_dtype(logits)).log_softmax(-1)
 
 
