@@ -104,10 +104,12 @@ def loss_by_length(variant: str, *, tuned: bool, results: Path = SMALL) -> dict[
     return {int(length): [losses[length] for losses in found] for length in found[0]}
 
 
-def loss_by_tokens(variant: str, length: int, results: Path = SMALL) -> dict[int, list[float]]:
-    """Return tokens that were read, those of the calibration included -> losses of all kept runs at a length."""
+def loss_by_tokens(
+    variant: str, length: int, results: Path = SMALL, seeds: int | None = None
+) -> dict[int, list[float]]:
+    """Return tokens that were read, those of the calibration included -> losses of the first kept runs at a length."""
     found: dict[int, list[float]] = {}
-    for run in kept_runs(variant, results):
+    for run in kept_runs(variant, results)[:seeds]:
         begun = run.get("calibration", {}).get("tokens", 0)
         for tokens, losses in {"0": run["before"], **run.get("after", {})}.items():
             found.setdefault(begun + int(tokens), []).append(losses[str(length)])
