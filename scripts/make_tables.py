@@ -247,7 +247,7 @@ def recovered(shown: dict[str, str]) -> str:
 def gained(differences: list[float]) -> str:
     """The mean difference of losses, and its standard deviation over seeds."""
     mean = f"{round(statistics.fmean(differences), 2) + 0.0:+.2f}"
-    return mean if len(differences) == 1 else f"{mean} ± {statistics.stdev(differences):.2f}"
+    return mean if len(differences) == 1 else f"{mean}±{statistics.stdev(differences):.2f}"
 
 
 def samples() -> str:
