@@ -107,7 +107,7 @@ def loss_by_length(variant: str, *, tuned: bool, results: Path = SMALL) -> dict[
 def loss_by_tokens(
     variant: str, length: int, results: Path = SMALL, seeds: int | None = None
 ) -> dict[int, list[float]]:
-    """Return tokens that were read, those of the calibration included -> losses of the first kept runs at a length."""
+    """Return tokens that were read, those of the calibration included -> losses of the first `seeds` kept runs, or all."""
     found: dict[int, list[float]] = {}
     for run in kept_runs(variant, results)[:seeds]:
         begun = run.get("calibration", {}).get("tokens", 0)

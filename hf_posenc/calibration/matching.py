@@ -218,10 +218,10 @@ def _add_attention_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn
 
 
 def _add_gradients(
-    loss: Tensor, parameters: Sequence[nn.Parameter], gradient: Tensor | None = None, *, retain_graph: bool = False
+    loss: Tensor, parameters: Sequence[nn.Parameter], grad_outputs: Tensor | None = None, *, retain_graph: bool = False
 ) -> None:
     """Add the gradients of a loss, or of outputs whose gradient is given, to those of parameters it depends on."""
-    gradients = torch.autograd.grad(loss, parameters, gradient, retain_graph, allow_unused=True)
+    gradients = torch.autograd.grad(loss, parameters, grad_outputs, retain_graph, allow_unused=True)
     for p, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
             p.grad = gradient if p.grad is None else p.grad + gradient
@@ -290,18 +290,17 @@ def add_logit_gradients(pair: Pair, tokens: Tensor, parameters: Sequence[nn.Para
         tokens: (B, T) windows.
         parameters: parameters that require gradients.
     """
-    value = 0.0
+    value: Tensor | float = 0.0
     for window in tokens.split(1):
         with torch.no_grad(), pair.as_base() as base, attending(base, BaseModel.of(base)):
             wanted = _log_probabilities(base(window, use_cache=False).logits)
         with uncompiled():
             logits = pair.model(window, use_cache=False).logits
         found, shares = _log_probabilities(logits.detach()), wanted.exp()
-        value += wanted.sub_(found).mul_(shares).sum().item() / tokens.numel()
+        value += wanted.sub_(found).mul_(shares).sum()
         # By hand: autograd would write several more tensors of this size, the largest of all.
-        gradient = found.exp_().sub_(shares).div_(tokens.numel())
-        _add_gradients(logits, parameters, gradient.to(logits.dtype))
-    return value
+        _add_gradients(logits, parameters, found.exp_().sub_(shares).div_(tokens.numel()).to(logits.dtype))
+    return float(value) / tokens.numel()
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:

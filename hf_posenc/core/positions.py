@@ -88,6 +88,11 @@ def ensure(holds: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
+def is_tracing() -> bool:
+    """Return whether torch.compile or torch.jit.trace makes a graph, in which comparing sizes or values fixes them."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def can_read(value: Tensor, *, waiting: bool = False) -> bool:
     """Return whether a value is there to be read: not while compiling, nor in tensors without numbers.
 
@@ -241,7 +246,7 @@ class Positions:
             window: number of tokens.
             kept_first: number of tokens at the start of each document that stay visible. Padding does not count.
         """
-        if self.aligned and not torch.compiler.is_compiling() and self.key_index.shape[-1] <= window:
+        if self.aligned and not is_tracing() and self.key_index.shape[-1] <= window:
             return self  # no key is outside the window
         key = ("within", window, kept_first)
         memo: dict[Hashable, Any] | None = None if self.memo is None else self.once(("memo", *key), dict)

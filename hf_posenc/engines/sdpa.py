@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ..core.attention_call import Call
 from ..core.forms import Content
-from ..core.positions import DensePositions, Positions
+from ..core.positions import DensePositions, Positions, is_tracing
 from . import chunked
 from .base import Engine
 from .flex import Flex
@@ -157,15 +157,13 @@ def _mask(call: Call) -> Tensor:
 def _documents(call: Call) -> list[Span] | None:
     """Return the documents of a call whose queries and keys are the same tokens, without padding and window.
 
-    None while torch compiles, and on devices other than a CPU, where reading positions would wait for the device.
+    None while torch makes a graph, and on devices other than a CPU, where reading positions would wait for the device.
     """
     positions, length = call.positions, call.query.shape[2]
-    if torch.compiler.is_compiling() or call.query.device.type != "cpu" or isinstance(positions, DensePositions):
+    if is_tracing() or call.query.device.type != "cpu" or isinstance(positions, DensePositions):
         return None
-    if length != call.key.shape[2] or int(positions.window.min()) < length:
-        return None
-    if not bool(positions.key_valid.all()):  # what padding computes is read where a prompt ends in it
-        return None
+    if length != call.key.shape[2] or int(positions.window.min()) < length or not bool(positions.key_valid.all()):
+        return None  # what padding computes is read where a prompt ends in it
     documents = spans(positions)
     if documents is None or any(queries != keys and queries != slice(None) for _, queries, keys in documents):
         return None

@@ -14,7 +14,7 @@ from ..core.dims import Dims
 from ..core.dtypes import compute_dtype, constant, wide_dtype
 from ..core.forms import Content, Ranges
 from ..core.modules import ScoreModule
-from ..core.positions import NO_WINDOW, Positions, can_read
+from ..core.positions import NO_WINDOW, Positions, can_read, is_tracing
 from ..core.registry import register_scheme
 from .base import RotatedScheme
 from .rope import apply_rotary
@@ -337,7 +337,7 @@ class FarRotation(Rotated):
 
         On a CPU they are read. Elsewhere to read would wait for the device, and slots tell them, without padding.
         """
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a trace would keep the numbers of its example
+        if is_tracing():  # a trace would keep the numbers of its example
             return None
         positions, keys = call.positions, call.key.shape[2]
         if not can_read(positions.query_positions):

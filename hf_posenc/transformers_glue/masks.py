@@ -178,7 +178,7 @@ def position_channel(
             size, padding = parts["chunks"]
             segments = (key_index - padding.to(key_index.device)[:, None]) // size
             parts = {**parts, "segments": segments} if same_tokens and "segments" not in parts else None
-        if parts is not None and same_tokens and kv_length <= parts.get("window", 0):
+        if parts is not None and same_tokens and not is_tracing(query_index) and kv_length <= parts.get("window", 0):
             del parts["window"]  # it hides no token
     elif same_tokens or getattr(config, "attention_chunk_size", None) is None:
         # The probe finds the start of a chunk by comparing a token with the one before it. That needs queries and keys
