@@ -222,7 +222,7 @@ class _Run:
             if trial in kept.tried:  # before the state was written
                 continue
             match(pair, self.trained, matching, trial, file, {"first": vars(first), "kept": vars(kept)})
-            hold_tails(pair, self.windows)
+            hold_tails(pair)
             loss = pair.loss()
             try:
                 after = pair.divergence()

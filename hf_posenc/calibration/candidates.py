@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.modules import ScoreModule
 from ..model.base_model import BaseModel
 from ..transformers_glue.rotary import by_pair
-from .checks import NOISE
+from .checks import NOISE, TOKENS_AT_ONCE
 from .closed_forms import DistanceSums, MeanRotation, Target, coefficients, takes_queries, target_of
 from .fitting import fit
 from .pair import Pair, Values, copied, parameters_of, put
@@ -160,19 +160,19 @@ def _present(pair: Pair, index: int) -> Tensor:
 
 
 @torch.no_grad()
-def hold_tails(pair: Pair, windows: int) -> None:
+def hold_tails(pair: Pair) -> None:
     """Fit vectors by distance once more, to themselves and to a tail at greater distances.
 
     The second stage does not constrain the vectors at distances that its windows do not reach.
 
     Args:
         pair: a model after the second stage, and its base.
-        windows: largest number of windows for the mean square of the queries.
     """
     modules = {index: each for index, each in pair.modules().items() if takes_queries(each.form(pair.like(index)))}
     if not modules:
         return
-    targets = _targets(pair, modules, pair.averages(windows, mass=False))
+    few = max(1, TOKENS_AT_ONCE // pair.train.shape[1])  # enough for the mean square of the queries
+    targets = _targets(pair, modules, pair.averages(few, mass=False))
     with torch.enable_grad():
         _fit_all(pair, modules, {i: replace(each, values=_present(pair, i)) for i, each in targets.items()})
 

@@ -351,7 +351,7 @@ def test_vectors_beyond_what_windows_reach_are_settled():
     with torch.no_grad():
         module.position_projection.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     before = coefficients(module, like, distances, 4).detach()
-    hold_tails(pair, 4)
+    hold_tails(pair)
     after = coefficients(module, like, distances, 4).detach()
     moved = (after - before)[:, :LENGTH].mean(1, keepdim=True)  # which the softmax does not see
     moved_by = (after - before - moved)[:, :LENGTH].norm()
