@@ -49,7 +49,7 @@ def calibrate(
     judge: str = "loss",
     progress: bool = False,
 ) -> Calibration:
-    """Fit a scheme, and the projections of queries and keys, so that they imitate the base's positions.
+    """Fit a scheme, and the weights of the attention, so that they imitate the base's positions.
 
     Closed forms come first. Several are tried, and every head keeps the one whose attention is closest to the base's on
     held-out windows. Gradient steps (`matching`) then match what the heads of each layer read, and then the logits, to
@@ -98,12 +98,12 @@ def calibrate(
     check_unquantized(inner, "calibrate the model")
     adapted = inner is not model or bool(adapted_parts(inner))
     if adapted:
-        checks.check_adapter(inner, moves_weights=matching is not None and matching.weights == "query_key")
+        checks.check_adapter(inner, None if matching is None else matching.weights)
     _, held = checks.split_tokens(tokens, inner, held_out)
     checks.check_labels(labels, tokens, len(held))
     closed_windows = checks.number_of_windows(closed_windows, checks.CLOSED_WINDOWS, tokens.shape[1])
     if matching is not None:
-        matching = replace(matching, weights=matching.weights or ("adapter" if adapted else "query_key"))
+        matching = replace(matching, weights=matching.weights or ("adapter" if adapted else "attention"))
     checks.check_base(inner, patch, base)
     full = torch.autocast(next(inner.parameters()).device.type, enabled=False)
     with alone(inner, "calibrate the model"), evaluation(inner), torch.inference_mode(False), torch.enable_grad(), full:

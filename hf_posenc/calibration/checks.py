@@ -81,19 +81,19 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def check_adapter(inner: PreTrainedModel, *, moves_weights: bool) -> None:
+def check_adapter(inner: PreTrainedModel, weights: str | None) -> None:
     """Check that an adapter saves everything that a calibration would change.
 
     Args:
         inner: the patched model, below the adapter.
-        moves_weights: whether the second stage would train weights of the model itself.
+        weights: what the second stage trains, see `Matching`; None if there is none, or it may choose.
 
     Raises:
         ValueError: if something would not be saved with the adapter.
     """
-    if moves_weights:
+    if weights in ("query_key", "attention"):
         raise ValueError(
-            "weights='query_key' trains weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
+            f"weights={weights!r} trains weights that no adapter holds: leave it out (weights='adapter'), or calibrate "
             "the model before the adapter is added"
         )
     parameters = [p for each in inner.modules() if isinstance(each, PositionModule) for p in each.parameters()]

@@ -26,7 +26,7 @@ from .observe import attending
 from .pair import Pair, mean_kl, parameters_of, put, requiring_grad
 from .state import StateFile
 
-WEIGHTS = ("scheme", "query_key", "adapter")
+WEIGHTS = ("scheme", "query_key", "attention", "adapter")
 
 PASSES = {"attention": 4, "outputs": 2, "logits": 4}
 """The losses that the second stage can lower -> time of a step, in passes of the base."""
@@ -37,7 +37,7 @@ LOGIT_RATES = 0.5
 """Rates of the steps that lower `logits`, relative to those of the other losses, whose steps come first."""
 
 Movable = tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]]
-"""The parameters that the second stage trains: the scheme's, and weights that make queries and keys."""
+"""The parameters that the second stage trains: the scheme's, and weights of the attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,9 @@ class Matching:
 
     Args:
         weights: the parameters to train. `scheme`: only the scheme's parameters. `query_key`: also all weights of the
-            attention that make queries and keys. `adapter`: also such weights if they require gradients, as LoRA's do.
-            None means `adapter` for a model with an adapter, and `query_key` for any other model. On a base that adds
+            attention that make queries and keys. `attention`: all weights of the attention in all layers, of which the
+            other layers' move to match `logits`. `adapter`: as `query_key`, if they require gradients, as LoRA's do.
+            None means `adapter` for a model with an adapter, and `attention` for any other model. On a base that adds
             a table of positions to its hidden states, `query_key` and `adapter` also mean weights that make values,
             which matched outputs move: they were trained with the table.
         steps: number of steps for each loss.
@@ -128,7 +129,9 @@ def movable(pair: Pair, weights: str | None) -> Movable:
         ValueError: if there are none.
     """
     scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
-    scheme_ids, every = {id(p) for p in scheme}, weights == "query_key"
+    scheme_ids, every = {id(p) for p in scheme}, weights in ("query_key", "attention")
+    if weights == "attention":
+        pair.let_attention_move()
     others = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in scheme_ids]
     query_key = [p for p in others if every or p.requires_grad]
     if not scheme and not query_key:

@@ -161,6 +161,13 @@ class Pair:
         scheme_values = copied(parameters_of(self.owners.values()))
         self.initial_values = {id(p): (p, value) for p, value in (*self.base_values, *scheme_values)}
 
+    def let_attention_move(self) -> None:
+        """Count all weights of the attention in all layers among `query_key`, and keep the base's copies of them."""
+        every = parameters_of(self.base_model.modules.attention_of.values())
+        more = [p for p in every if p.is_floating_point() and id(p) not in self.initial_values]
+        self.query_key, self.value_parts = [*self.query_key, *more], []
+        self.base_values = [*self.base_values, *copied(more)]
+
     def restore(self, owners: Iterable[nn.Module] | None = None) -> None:
         """Restore the initial parameters of some modules, or all that the first stage can change."""
         initial = self.initial_values

@@ -29,7 +29,7 @@ class CalibrationArguments:
     """Calibration, between the swap and the fine-tuning.
 
     Args:
-        calibrate: fit the scheme, and the projections of queries and keys, to the base before fine-tuning. closed_form:
+        calibrate: fit the scheme, and the weights of the attention, to the base before fine-tuning. closed_form:
             solve equations; matching: then also match outputs of layers, and logits, in steps; none: a plain swap.
         calibrate_steps: optimizer steps that match outputs, and as many that match logits, on batches of 4 windows.
         calibrate_windows: windows of the training text to calibrate with, up to 8 held-out windows included.

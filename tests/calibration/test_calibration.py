@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -23,10 +24,9 @@ from hf_posenc.calibration.candidates import hold_tails, mean_rotations
 from hf_posenc.calibration.closed_forms import RIDGE, coefficients, target_of
 from hf_posenc.calibration.matching import Matching, add_logit_gradients, add_output_gradients
 from hf_posenc.calibration.observe import attending, observe
-from hf_posenc.calibration.pair import Pair
+from hf_posenc.calibration.pair import Pair, put
 from hf_posenc.core.modules import PositionModule
 from hf_posenc.model.patch_record import patch_of
-from hf_posenc.schemes.t5 import T5
 
 LENGTH = 24
 
@@ -401,21 +401,26 @@ def test_the_base_stays_what_it_was():
     stock = copy.deepcopy(model)
     patch_model(model, "t5", share_layers=False, seed=0)
     pair = pair_of(model)
+    pair.let_attention_move()
     with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight.add_(1.0)
+        put((p, p + 1.0) for p in model.model.layers[0].self_attn.parameters())
     with pair.as_base() as base:
         assert logits(base).equal(logits(stock))
 
 
-def test_a_mixture_is_calibrated_where_it_was_swapped():
-    model = tiny("llama")
-    patch_model(model, T5(layers=(1,), share_layers=False), seed=0)
+@pytest.mark.parametrize(
+    ("family", "weights", "expected"),  # phi3: one weight makes queries, keys and values
+    [("llama", "query_key", r"layers.1.self_attn.[qk]_"), ("llama", None, "attn[.]"), ("phi3", None, "attn[.]")],
+)
+def test_which_weights_of_a_mixture_move(family, weights, expected):
+    model = patch_model(tiny(family), "nope", layers=(1,))
     kept = {n: p.clone() for n, p in model.named_parameters()}
-    report = calibrate(model, windows().int(), matching=Matching(steps=3))  # of either integer type
+    matching = Matching(weights=weights, loss="logits", steps=3)
+    report = calibrate(model, windows().int(), matching=matching, judge="attention")  # of either integer type
     assert [each.index for each in report.layers] == [1]
-    moved = {n for n, p in model.named_parameters() if not p.equal(kept[n])}
-    assert moved
-    assert all("layers.1.self_attn" in n for n in moved)
+    for name, p in model.named_parameters():
+        moved = (p != kept[name]).view(len(p), -1).any(1)
+        assert moved.all() if re.search(expected, name) else not moved.any()
 
 
 def output_gradients(model, ids):
@@ -519,7 +524,7 @@ def test_values_move_with_outputs_where_a_table_of_positions_is_gone(loss, famil
     with attending(model, pair.base_model), torch.no_grad():
         _, call = pair.layer_calls(windows()[:2])
         before = call(0)
-    matching = Matching(loss=loss, steps=2, weight_rate=1e-2)
+    matching = Matching(weights="query_key", loss=loss, steps=2, weight_rate=1e-2)
     report = calibrate(model, windows(), matching=matching, judge="attention")
     with attending(model, pair.base_model), torch.no_grad():
         after = call(0)
@@ -732,7 +737,8 @@ def test_the_report_goes_to_json():
     ("changes", "message"),
     [
         ({"matching": "attention"}, "matching must be a Matching, or None for closed forms alone, not 'attention'"),
-        ({"weights": "everything"}, "weights must be one of scheme, query_key, adapter, not 'everything'"),
+        ({"weights": "everything"}, "weights must be one of scheme, query_key, attention, adapter, not 'everything'"),
+        ({"weights": "scheme"}, "leaves nothing to train: alibi has no parameters"),
         ({"judge": "me"}, "judge must be one of loss, attention, not 'me'"),
         ({"tokens": ["a text", "another"]}, "tokens must be integers .*, not a .*list.*. From a text: tokenizer"),
         ({"tokens": windows() + 97}, "tokens hold the id .*, and the model's vocabulary has the ids 0 to 96"),
@@ -748,18 +754,10 @@ def test_the_report_goes_to_json():
     ],
 )
 def test_wrong_arguments(changes, message):
-    model = patch_model(tiny("llama"), "t5", seed=0)
+    model = patch_model(tiny("llama"), "alibi")
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
         calibrate_with(model, changes.pop("tokens", windows()), changes)
-    assert_same(snapshot(model), before)
-
-
-def test_a_second_stage_with_nothing_to_move():
-    model = patch_model(tiny("llama"), "alibi")
-    before = snapshot(model)
-    with pytest.raises(ValueError, match="leaves nothing to train: alibi has no parameters"):
-        calibrate(model, windows(), matching=Matching(weights="scheme"))
     assert_same(snapshot(model), before)
 
 
