@@ -33,7 +33,7 @@ from hf_posenc.recipes.run_report import as_text
 from hf_posenc.schemes.base import EVERY_SCHEME
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure_swaps import LARGE, kept_runs, loss_by_length
+from measure_swaps import LARGE, LATEST, kept_runs, loss_by_length
 from measure_swaps import SCHEMES as SWAPS
 
 ROOT = Path(__file__).parents[1]
@@ -201,43 +201,43 @@ def swaps() -> str:
 RECOVERED = {
     "control": "the base, untouched",
     "transformer_xl, plain": "`transformer_xl`, plain swap",
-    "transformer_xl_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, calibrated",
+    "transformer_xl_most_window, calibrated": "`transformer_xl` in 25 of 30 layers, `window=512, sinks=4`, calibrated",
     "shaw, calibrated": "`shaw`, calibrated",
+    "nope_every_fourth, calibrated": '`nope` in `"3::4"`, calibrated',
 }
-"""Variant of the runs on SmolLM2 -> its name in README's table."""
+"""Variant of the latest runs on SmolLM2 -> its name in README's table."""
 
 MORE = {
+    "transformer_xl, plain": "`transformer_xl`, plain swap",
+    "transformer_xl_window, query_key": "`window=512, sinks=4`, calibrated",
     "shaw, plain": "`shaw`, plain swap",
-    "t5, plain": "`t5`, `share_layers=False`, plain swap",
-    "t5, calibrated": "calibrated",
-    "shaw_most, calibrated": "`shaw` in 25 of 30 layers, calibrated",
-    "transformer_xl_most_window, calibrated": "`transformer_xl`, `window=512, sinks=4`, in 25, calibrated",
-    "transformer_xl_most_window, calibrated in bfloat16": "calibrated in bfloat16",
-    "transformer_xl_most, calibrated": "without a window, calibrated",
-    "transformer_xl_most, calibrated in windows of 2048": "the same in windows of 2,048",
-    "alibi, calibrated": "`alibi`, `trainable=True`, calibrated",
-    "nope_every_fourth, calibrated": '`nope` in `"3::4"`, calibrated',
+    "shaw, query_key": "calibrated",
+    "t5, query_key": "`t5`, `share_layers=False`, calibrated",
+    "transformer_xl_most_window, query_key": "`transformer_xl`, `window=512, sinks=4`, in 25, calibrated",
+    "transformer_xl_most, query_key in windows of 2048": "without a window, in windows of 2,048",
+    "alibi, query_key": "`alibi`, `trainable=True`, calibrated",
 }
 """The same of the table on the page of results."""
 
 
-def recovered(shown: dict[str, str]) -> str:
+def recovered(shown: dict[str, str], results: Path) -> str:
     """What swaps of SmolLM2 cost, before training and after all of it: losses less the untouched base's, and recall."""
-    base = {length: losses[0] for length, losses in loss_by_length("control", tuned=False, results=LARGE).items()}
+    base = {length: losses[0] for length, losses in loss_by_length("control", tuned=False, results=results).items()}
     rows = []
     for variant, label in shown.items():
-        runs = kept_runs(variant, LARGE)
+        runs = kept_runs(variant, results)
         for tuned in (False, True) if "after" in runs[0] else (False,):
             tokens = [run.get("calibration", {}).get("tokens", 0) for run in runs]
             if tuned:
                 tokens = [begun + int(max(run["after"], key=int)) for begun, run in zip(tokens, runs, strict=True)]
-            losses = loss_by_length(variant, tuned=tuned, results=LARGE)
+            losses = loss_by_length(variant, tuned=tuned, results=results)
             more = [gained([each - base[length] for each in losses[length]]) for length in base]
             if variant == "control" and not tuned:
                 more = [f"{loss:.2f}" for loss in base.values()]
-            scores = [run["recall_after" if tuned else "recall"]["niah_single"] for run in runs]
-            means = (statistics.fmean(each[length] for each in scores) for length in ("512", "1024", "2048"))
-            found = ", ".join(f"{mean:.0%}" for mean in means)
+            found = "not measured"
+            if recalls := [run[key] for run in runs if (key := "recall_after" if tuned else "recall") in run]:
+                means = (statistics.fmean(each["niah_single"][n] for each in recalls) for n in ("512", "1024", "2048"))
+                found = ", ".join(f"{mean:.0%}" for mean in means)
             count = f"{round(statistics.fmean(tokens), -3):,.0f}"
             rows.append(["then fine-tuned" if tuned else label, count, *more, found])
     titles = ["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)]
@@ -254,12 +254,12 @@ def samples() -> str:
     """What the models of that table write, as a block of text; the begin of it."""
     shown = {"base": ("control", "writes"), "plain swap": ("transformer_xl, plain", "writes")}
     shown |= {
-        "calibrated": ("transformer_xl_window, calibrated", "writes"),
-        "fine-tuned": ("transformer_xl_window, calibrated", "writes_after"),
+        "calibrated": ("transformer_xl_most_window, calibrated", "writes"),
+        "fine-tuned": ("transformer_xl_most_window, calibrated", "writes_after"),
     }
     lines = []
     for label, (variant, key) in shown.items():
-        (run,) = kept_runs(variant, LARGE)
+        (run,) = kept_runs(variant, LATEST)
         lines.append(f"{label + ':':<11} {textwrap.shorten(run[key], 116, placeholder=' ...')}")
     return "\n".join(["```text", *lines, "```"])
 
@@ -279,10 +279,10 @@ def quickstart() -> str:
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "schemes": lambda: f"{code(available_schemes())}.",
-        "results": lambda: recovered(RECOVERED),
+        "results": lambda: recovered(RECOVERED, LATEST),
         "samples": samples,
     },
-    "docs/results.md": {"results": swaps, "swaps": lambda: recovered(MORE)},
+    "docs/results.md": {"results": swaps, "swaps": lambda: recovered(MORE, LARGE)},
     "docs/schemes.md": {"schemes": schemes},
     "docs/families.md": {"families": served, "multimodal": multimodal, "refused": refused},
     "docs/fine_tune.md": {"quickstart": quickstart},

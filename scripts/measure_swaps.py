@@ -4,8 +4,8 @@
 python scripts/measure_swaps.py CHECKPOINT TEXT --schemes t5 alibi --json results.json
 
 For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
-fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `calibrated` is calibrated as by default, `outputs` without the steps that match logits; the
-starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
+fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `calibrated` is calibrated as by default, `query_key` with `weights="query_key"`, and
+`outputs` so too, without the steps that match logits; the starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
 tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
 on where it was.
 """
@@ -63,7 +63,7 @@ NOT_SETTINGS = (
     "untrained",
     "keep",
 )  # the runs say these
-STARTS = ("plain", "closed_form", "attention", "outputs", "calibrated")
+STARTS = ("plain", "closed_form", "attention", "outputs", "query_key", "calibrated")
 RECALL, TRIALS = ("niah_single", "niah_multikey", "vt", "repeat_gain"), 2
 """What --recall measures; trials for each length, and depth of the needle."""
 FITTED, HELD_OUT = 6144, 2048
@@ -87,8 +87,8 @@ def windows(parts: list[list[int]], length: int) -> torch.Tensor:
 
 
 MEASURED = Path(__file__).parents[1] / "docs/measured"
-SMALL, LARGE = MEASURED / "swaps.json", MEASURED / "smollm2.json"
-"""What was measured for README's table and the pictures: on stories260K, and on SmolLM2-135M-Instruct."""
+SMALL, LARGE, LATEST = (MEASURED / f"{name}.json" for name in ("swaps", "smollm2", "smollm2_attention"))
+"""What was measured: on stories260K; on SmolLM2-135M-Instruct with `weights="query_key"`; on it as by default."""
 
 
 def kept_runs(variant: str, results: Path) -> list[dict[str, Any]]:
@@ -323,7 +323,8 @@ def started(
         steps=options.steps,
         batch_size=options.calibrate_batch_size,
         weight_rate=options.weight_rate,
-        loss=None if start in ("closed_form", "calibrated") else start,
+        loss=start if start in ("attention", "outputs") else None,
+        weights=None if start == "calibrated" else "query_key",
         seed=seed,
     )
     report = calibrate(
@@ -332,7 +333,7 @@ def started(
         held_out=max(1, HELD_OUT // options.calibrate_length),
         closed_windows=FITTED // options.calibrate_length,
         matching=None if start == "closed_form" else matching,
-        judge="loss" if start in ("outputs", "calibrated") else "attention",
+        judge="attention" if start in ("closed_form", "attention") else "loss",
         progress=True,
     )
     swapped.float()

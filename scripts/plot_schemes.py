@@ -76,8 +76,8 @@ def recovery_of_swaps() -> Any:
     shown = {
         "the base, fine-tuned": "control",
         "transformer_xl, plain swap": "transformer_xl, plain",
-        "transformer_xl, calibrated": "transformer_xl_window, calibrated",
-        "shaw, calibrated": "shaw, calibrated",
+        "transformer_xl, calibrated": "transformer_xl_window, query_key",
+        "shaw, calibrated": "shaw, query_key",
     }
     curves = {
         label: [(tokens, losses[0]) for tokens, losses in loss_by_tokens(variant, TRAINED, LARGE, seeds=1).items()]
