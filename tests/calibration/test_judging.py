@@ -299,7 +299,7 @@ def test_modes_of_the_caller_change_nothing(written):
 @pytest.mark.parametrize(("weight_rate", "steps", "kept"), [(5.0, 3, "closed_form"), (1e-3, 8, "outputs")])
 def test_trials_go_on_where_they_were(weight_rate, steps, kept, written, tmp_path):
     """Also in the second of them, whether the result of the first was kept or put back."""
-    path, case = tmp_path / "state", {"steps": steps, "weight_rate": weight_rate}
+    path, case = tmp_path / "state", {"weights": "query_key", "steps": steps, "weight_rate": weight_rate}
 
     def run(stop=None, **given):
         model, made = patch_model(tiny("llama"), "t5", share_layers=False, seed=0), []
