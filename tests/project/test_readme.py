@@ -198,7 +198,7 @@ def test_a_measurement_of_swaps_goes_on_where_it_was(script, tiny_checkpoints, t
     assert calibrated["writes"].startswith("Once")
     assert calibrated["writes_after"].startswith("Once")
     assert list(calibrated["recall_after"]) == ["repeat_gain"]
-    assert calibrated["recall_after"] != calibrated["recall"]
+    assert calibrated["after"][str(900 - begun)] != calibrated["before"]
     assert calibrated["before"] != expected["shaw, plain, LoRA 2, seed 0"]["before"]
     measure, calls = swaps.measure, []
 
