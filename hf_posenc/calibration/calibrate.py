@@ -107,7 +107,9 @@ def calibrate(
     checks.check_base(inner, patch, base)
     full = torch.autocast(next(inner.parameters()).device.type, enabled=False)
     with alone(inner, "calibrate the model"), evaluation(inner), torch.inference_mode(False), torch.enable_grad(), full:
-        pair = Pair(inner, patch, base, tokens, len(held), labels=labels, own_weights=not adapted, progress=progress)
+        whole = matching is not None and matching.weights == "attention"
+        given = {"own_weights": not adapted, "whole_attention": whole, "progress": progress}
+        pair = Pair(inner, patch, base, tokens, len(held), labels=labels, **given)
         trained: Movable = ((), ()) if matching is None else movable(pair, matching.weights)
         return _Run(pair, matching, closed_windows, judge, trained).calibrate()
 

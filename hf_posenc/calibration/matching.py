@@ -129,14 +129,12 @@ def movable(pair: Pair, weights: str | None) -> Movable:
         ValueError: if there are none.
     """
     scheme = parameters_of(module for module in pair.model.modules() if isinstance(module, PositionModule))
-    scheme_ids, every = {id(p) for p in scheme}, weights in ("query_key", "attention")
-    if weights == "attention":
-        pair.let_attention_move()
-    others = [] if weights == "scheme" else [p for p in pair.query_key if id(p) not in scheme_ids]
-    query_key = [p for p in others if every or p.requires_grad]
-    if not scheme and not query_key:
+    scheme_ids, every = {id(p) for p in scheme}, weights != "adapter"
+    others = [] if weights == "scheme" else [p for p in pair.weights if id(p) not in scheme_ids]
+    moved = [p for p in others if every or p.requires_grad]
+    if not scheme and not moved:
         raise ValueError(f"weights={weights!r} leaves nothing to train: {pair.patch.name} has no parameters of its own")
-    return scheme, query_key
+    return scheme, moved
 
 
 def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: StateFile, known: dict[str, Any]) -> None:
@@ -185,9 +183,6 @@ def match(pair: Pair, trained: Movable, matching: Matching, loss: str, file: Sta
                 group["lr"] = group["peak"] * 0.5 * (1 + math.cos(math.pi * (step - 1) / matching.steps))
             order = matching.drawn(len(pair.train), generator)
             value = add(pair, pair.train[order[rank].to(pair.train.device)], parameters)
-            for p, alone in pair.value_parts:
-                if p.grad is not None:
-                    p.grad.masked_fill_(alone, 0.0)
             for p in parameters:
                 if p.grad is not None and process_count() > 1:
                     dist.all_reduce(p.grad)

@@ -92,10 +92,8 @@ class Pair:
         watched: `layers` and the layers that lend to them.
         values_move: whether the second stage may change values: the base adds a table of positions to its hidden
             states, and its values were trained to read them.
-        query_key: parameters of these layers' attention that change its scores, or its values if `values_move`, without
-            duplicates.
-        value_parts: pairs of a parameter among `query_key` and a mask of the parts that change values alone. Empty if
-            `values_move`.
+        weights: parameters that calibration may change, without duplicates: of these layers' attention those that
+            change its scores, or its values if `values_move`; or all parameters of every layer's attention.
         projections: layer index -> the linear module whose outputs are the layer's queries before any position. None
             if the queries are not the outputs of one such module: after a norm, a fused projection or a clip.
         initial_values: `id` of a parameter that the first stage can change -> the parameter and its value before.
@@ -112,6 +110,7 @@ class Pair:
         *,
         labels: Tensor | None = None,
         own_weights: bool = True,
+        whole_attention: bool = False,
         progress: bool = False,
     ) -> None:
         """Find the layers to compare, and copy the parameters that calibration changes.
@@ -123,6 +122,7 @@ class Pair:
             tokens: (N, T) windows of text.
             held: number of windows, from the end, that are only measured on.
             labels: (N, T) the tokens, with `IGNORED` for those that no loss counts; None means that all count.
+            whole_attention: whether all parameters of every layer's attention may change.
             own_weights: whether closed forms may change the model's weights as well as the scheme's parameters.
             progress: whether to show progress bars.
 
@@ -151,22 +151,17 @@ class Pair:
         lost_table = isinstance(self.base_model.modules.position_table, NoEmbedding)
         weights = list(self.base_model.modules.token_embedding.parameters())
         self.token_embedding = weights[0] if own_weights and lost_table and len(weights) == 1 else None
-        self.query_key: list[nn.Parameter] = []
-        self.value_parts: list[tuple[nn.Parameter, Tensor]] = []
+        self.weights: list[nn.Parameter] = []
         self.projections: dict[int, nn.Linear | None] = {}
         self._find_score_weights()
-        self.base_values = copied([*self.query_key, *([] if self.token_embedding is None else [self.token_embedding])])
+        if whole_attention:
+            every = parameters_of(self.base_model.modules.attention_of.values())
+            self.weights = [p for p in every if p.is_floating_point()]
+        self.base_values = copied([*self.weights, *([] if self.token_embedding is None else [self.token_embedding])])
         posenc = {i: owner_of(self.base_model.modules.attention_of[i]._modules.get("posenc")) for i in self.layers}
         self.owners = {index: owner for index, owner in posenc.items() if owner is not None}
         scheme_values = copied(parameters_of(self.owners.values()))
         self.initial_values = {id(p): (p, value) for p, value in (*self.base_values, *scheme_values)}
-
-    def let_attention_move(self) -> None:
-        """Count all weights of the attention in all layers among `query_key`, and keep the base's copies of them."""
-        every = parameters_of(self.base_model.modules.attention_of.values())
-        more = [p for p in every if p.is_floating_point() and id(p) not in self.initial_values]
-        self.query_key, self.value_parts = [*self.query_key, *more], []
-        self.base_values = [*self.base_values, *copied(more)]
 
     def restore(self, owners: Iterable[nn.Module] | None = None) -> None:
         """Restore the initial parameters of some modules, or all that the first stage can change."""
@@ -372,15 +367,15 @@ class Pair:
         return {index: owner for index, owner in self.owners.items() if is_by_distance(owner, self.like(index))}
 
     def _find_score_weights(self) -> None:
-        """Fill `query_key`, `value_parts` and `projections`."""
+        """Fill `weights` and `projections`."""
         _, call = self.layer_calls(self.train[:1, :TRACED])
         with attending(self.model, self.base_model), torch.enable_grad():
             for index in self.layers:
                 self._trace_attention(index, call)
-        self.query_key = list(dict.fromkeys(self.query_key))
+        self.weights = list(dict.fromkeys(self.weights))
 
     def _trace_attention(self, index: int, call_of: Callable[[int], Call]) -> None:
-        """Add a layer's part of `query_key` and `value_parts`, and its entry of `projections`."""
+        """Add a layer's part of `weights`, and its entry of `projections`."""
         attention = self.base_model.modules.attention_of[index]
         candidates = [p for p in attention.parameters() if p.is_floating_point()]
         outputs: list[tuple[nn.Linear, Tensor]] = []
@@ -401,9 +396,7 @@ class Pair:
                 of_values = torch.autograd.grad(values, candidates, allow_unused=True)
         for p, of_score, of_value in zip(candidates, of_scores, of_values, strict=True):
             if of_score is not None or (of_value is not None and self.values_move):
-                self.query_key.append(p)
-            if of_score is not None and of_value is not None and not self.values_move:
-                self.value_parts.append((p, (of_score == 0) & (of_value != 0)))
+                self.weights.append(p)
         query = call.query.transpose(1, 2).flatten(2)
         made = {module for module, output in outputs if output.equal(query)}
         self.projections[index] = made.pop() if len(made) == 1 else None
