@@ -39,8 +39,8 @@ SCHEMES = {
     "transformer_xl": ("transformer_xl", {}),
     **{f"transformer_xl_{count}": ("transformer_xl", {"frequencies": count}) for count in (4, 8, 32)},
     "transformer_xl_window": ("transformer_xl", {"window": 512, "sinks": 4}),
-    "transformer_xl_most": ("transformer_xl", {"layers": MOST}),
     "transformer_xl_most_window": ("transformer_xl", {"layers": MOST, "window": 512, "sinks": 4}),
+    "transformer_xl_every_fourth": ("transformer_xl", {"layers": "3::4", "window": 512, "sinks": 4}),
     "shaw": ("shaw", {}),
     "shaw_window": ("shaw", {"window": 2048, "sinks": 4}),
     "shaw_most": ("shaw", {"layers": MOST}),
@@ -342,6 +342,7 @@ def started(
             "cpu_seconds": round(time.process_time() - began, 1),
             "tokens": report.tokens,
             "kept": report.kept,
+            "steps": options.steps,
         }
     }
     if folder:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure_swaps import LARGE, loss_by_length, loss_by_tokens
+from measure_swaps import LATEST, loss_by_length, loss_by_tokens
 
 from hf_posenc.analysis import Decay, decay, plots, scheme_vectors
 
@@ -76,11 +76,11 @@ def recovery_of_swaps() -> Any:
     shown = {
         "the base, fine-tuned": "control",
         "transformer_xl, plain swap": "transformer_xl, plain",
-        "transformer_xl, calibrated": "transformer_xl_window, query_key",
-        "shaw, calibrated": "shaw, query_key",
+        "transformer_xl in 25 of 30 layers, calibrated": "transformer_xl_most_window, calibrated",
+        "shaw, calibrated": "shaw, calibrated",
     }
     curves = {
-        label: [(tokens, losses[0]) for tokens, losses in loss_by_tokens(variant, TRAINED, LARGE, seeds=1).items()]
+        label: [(tokens, losses[0]) for tokens, losses in loss_by_tokens(variant, TRAINED, LATEST, seeds=1).items()]
         for label, variant in shown.items()
     }
     return plots.loss_curve(curves, xlabel="tokens read", title="SmolLM2-135M-Instruct: loss at 512 tokens")
