@@ -218,7 +218,7 @@ OTHERS = {
 
 OLDER = {
     "transformer_xl, plain": "`transformer_xl`, plain swap",
-    "transformer_xl_window, query_key": f"{WINDOW}, calibrated",
+    "transformer_xl_window, query_key": f"with {WINDOW}, calibrated",
     "shaw, plain": "`shaw`, plain swap",
     "shaw, query_key": "calibrated",
     "alibi, query_key": "`alibi`, `trainable=True`, calibrated",
