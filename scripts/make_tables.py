@@ -240,10 +240,10 @@ def recovered(shown: dict[str, str], results: Path) -> str:
             more = [gained([each - base[length] for each in losses[length]]) for length in base]
             if variant == "control" and not tuned:
                 more = [f"{loss:.2f}" for loss in base.values()]
-            found = "not measured"
-            if recalls := [run[key] for run in runs if (key := "recall_after" if tuned else "recall") in run]:
-                means = (statistics.fmean(each["niah_single"][n] for each in recalls) for n in ("512", "1024", "2048"))
-                found = ", ".join(f"{mean:.0%}" for mean in means)
+            key = "recall_after" if tuned else "recall"
+            scores = [run[key]["niah_single"] for run in runs if key in run]
+            means = (statistics.fmean(each[length] for each in scores) for length in ("512", "1024", "2048"))
+            found = ", ".join(f"{mean:.0%}" for mean in means)
             count = f"{round(statistics.fmean(tokens), -3):,.0f}"
             rows.append(["then fine-tuned" if tuned else label, count, *more, found])
     titles = ["nats above the base, at", "tokens read", *(f"{length:,}" for length in base)]

@@ -4,10 +4,11 @@
 python scripts/measure_swaps.py CHECKPOINT TEXT --schemes t5 alibi --json results.json
 
 For each scheme and seed: the plain swap, the closed forms, and both stages of calibration, each fine-tuned; and the base
-fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `calibrated` is calibrated as by default, `query_key` with `weights="query_key"`, and
-`outputs` so too, without the steps that match logits; the starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts. Documents of TEXT are separated by blank lines; the last
-tenth of them is held out and only measured. Results are written after each run, so that an interrupted measurement goes
-on where it was.
+fine-tuned at the rate of the calibrated starts, as the control, if anything is fine-tuned. The start `calibrated` is
+calibrated as by default, `query_key` with `weights="query_key"`, and `outputs` so too, without the steps that match
+logits; the starts `closed_form` and `attention` keep what comes closer to the base's attention, whatever it predicts.
+Documents of TEXT are separated by blank lines; the last tenth of them is held out and only measured. Results are written
+after each run, so that an interrupted measurement goes on where it was.
 """
 
 from __future__ import annotations

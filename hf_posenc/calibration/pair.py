@@ -122,8 +122,8 @@ class Pair:
             tokens: (N, T) windows of text.
             held: number of windows, from the end, that are only measured on.
             labels: (N, T) the tokens, with `IGNORED` for those that no loss counts; None means that all count.
-            whole_attention: whether all parameters of every layer's attention may change.
             own_weights: whether closed forms may change the model's weights as well as the scheme's parameters.
+            whole_attention: whether all parameters of every layer's attention may change.
             progress: whether to show progress bars.
 
         Raises:
@@ -389,14 +389,9 @@ class Pair:
                     stack.callback(module.register_forward_hook(keep).remove)
             stack.enter_context(requiring_grad(candidates))
             call = call_of(index)
-            scores, values = call.query.sum() + call.key.sum(), call.value.sum()
-            of_scores = torch.autograd.grad(scores, candidates, allow_unused=True, retain_graph=True)
-            of_values: Sequence[Tensor | None] = [None] * len(candidates)
-            if values.requires_grad:  # a layer can borrow its values
-                of_values = torch.autograd.grad(values, candidates, allow_unused=True)
-        for p, of_score, of_value in zip(candidates, of_scores, of_values, strict=True):
-            if of_score is not None or (of_value is not None and self.values_move):
-                self.weights.append(p)
+            made_of_them = call.query.sum() + call.key.sum() + (call.value.sum() if self.values_move else 0)
+            gradients = torch.autograd.grad(made_of_them, candidates, allow_unused=True)
+        self.weights += [p for p, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
         query = call.query.transpose(1, 2).flatten(2)
         made = {module for module, output in outputs if output.equal(query)}
         self.projections[index] = made.pop() if len(made) == 1 else None
